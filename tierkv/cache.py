@@ -1,0 +1,337 @@
+"""The contract of the cache, the same embedded (`tierkv.open`) and through a daemon (`tierkv.connect`).
+
+A prompt is a `Chain` of block hashes. A block is *published* once its bytes are written and verified: before that
+nobody can hit it, afterwards everybody allowed can. Reading and writing happen in place, under leases:
+
+    hit   = cache.lookup(chain)                      what is there, in which tier; changes nothing
+    ticket = cache.prefetch(chain)                   start moving it towards the engine; does not wait
+    with cache.acquire(chain, wait_s=1.0) as read:   pin the longest published prefix, wait for loads at most that long
+        for ref in read.blocks:
+            use(read.view(ref.index))                verified bytes, valid until the lease ends
+    with cache.reserve(chain, start=n) as write:     ask for room for the blocks that are missing
+        for grant in write.granted:
+            write.buffer(grant.index)[:] = ...
+            write.commit([grant.index])              verify and publish, as early as each block is ready
+
+Rules every implementation keeps: nothing is evicted, moved or overwritten under a lease; a lease ends by release, by
+deadline or with its cache; a failed load, a failed write or a checksum mismatch removes the block and reads as a miss,
+never as another block's bytes. All methods are safe to call from any thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from tierkv.keys import chain_hashes, chain_root
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from tierkv.spec import KVSpec
+
+__all__ = [
+    "BlockRef",
+    "Cache",
+    "Chain",
+    "Grant",
+    "GrantState",
+    "Hit",
+    "ReadLease",
+    "Ticket",
+    "TicketProgress",
+    "WriteLease",
+    "Written",
+]
+
+GrantState = Literal["granted", "present", "busy", "no_room"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The block hashes of one prompt in one namespace.
+
+    Attributes
+    ----------
+    namespace
+        `KVSpec.namespace`, 64 hex digits.
+    hashes
+        32-byte chain hashes of the prompt's full blocks, see `tierkv.keys`.
+    """
+
+    namespace: str
+    hashes: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, spec: KVSpec, tokens: ArrayLike, extra_keys: Mapping[int, bytes] | None = None) -> Chain:
+        """Hash the full blocks of `tokens` (one-dimensional integers)."""
+        fingerprint = spec.fingerprint
+        return cls(
+            fingerprint.hex(), tuple(chain_hashes(chain_root(fingerprint), tokens, spec.block_tokens, extra_keys or {}))
+        )
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a lookup found.
+
+    Attributes
+    ----------
+    blocks, tokens
+        Length of the longest published prefix.
+    tiers
+        Per block of that prefix the tier that holds it; with several KV groups the slowest of theirs.
+    """
+
+    blocks: int
+    tokens: int
+    tiers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRef:
+    """Where one readable block lies: `length` bytes at `offset` of a tier's memory, and its XXH3-64."""
+
+    index: int
+    group: int
+    tier: str
+    offset: int
+    length: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The answer to a reservation of one block.
+
+    Attributes
+    ----------
+    state
+        ``granted``: write it at `offset` of `tier`'s memory. ``present``: somebody published it, skip it.
+        ``busy``: somebody else is writing it, skip it. ``no_room``: everything is leased, go on without storing.
+    """
+
+    index: int
+    group: int
+    state: GrantState
+    tier: str = ""
+    offset: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a commit says of one block: its length in bytes and the XXH3-64 of what was written."""
+
+    index: int
+    group: int
+    length: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class TicketProgress:
+    """How far a prefetch is. `state` is ``loading``, ``done`` or ``cancelled``; failed blocks count as done."""
+
+    state: Literal["loading", "done", "cancelled"]
+    blocks_total: int
+    blocks_done: int
+    bytes_total: int
+    bytes_done: int
+
+
+class Ticket(ABC):
+    """A running prefetch."""
+
+    id: str
+
+    @abstractmethod
+    def progress(self) -> TicketProgress:
+        """Report progress. Does not wait."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Stop loads that nobody else wants and that have not begun. Idempotent."""
+
+
+class ReadLease(ABC):
+    """Pins the blocks of a hit until released or expired.
+
+    Attributes
+    ----------
+    id
+        Opaque name of the lease.
+    blocks
+        References to the pinned blocks, by index, then group.
+    hit_blocks, hit_tokens
+        Length of the pinned prefix.
+    published_blocks
+        Length of the longest published prefix at the time of the call; more than `hit_blocks` when loads did not
+        arrive in time or failed.
+    tokens_by_tier
+        `hit_tokens` by the tier that held each block when it was first asked for (a prefetched block still counts
+        for the tier it was fetched from). The values sum to `hit_tokens`.
+    waited_s
+        Seconds this call waited for loads.
+    """
+
+    id: str
+    blocks: tuple[BlockRef, ...]
+    hit_blocks: int
+    hit_tokens: int
+    published_blocks: int
+    tokens_by_tier: Mapping[str, int]
+    waited_s: float
+
+    @abstractmethod
+    def view(self, index: int, group: int = 0) -> memoryview:
+        """Return a block's bytes in place, read-only, verified now, valid until the lease ends.
+
+        Raises `CorruptBlock` when they do not match their checksum (the block is reported and removed) and
+        `LeaseLost` after the lease's end.
+        """
+
+    @abstractmethod
+    def read_into(self, index: int, out: memoryview, group: int = 0) -> None:
+        """Copy a block into `out`, then verify the copy. Errors as `view`; `BodyMismatch` when `out` is too small."""
+
+    @abstractmethod
+    def renew(self, ttl_s: float) -> None:
+        """Move the deadline to `ttl_s` seconds from now. Raises `LeaseLost` if it has passed."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """End the lease. Idempotent; never raises for a lease that has expired."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class WriteLease(ABC):
+    """Room for blocks that are about to be written. Leaving the context aborts whatever was not committed.
+
+    Attributes
+    ----------
+    id
+        Opaque name of the lease.
+    grants
+        One answer per requested block and group, in order.
+    """
+
+    id: str
+    grants: tuple[Grant, ...]
+
+    @property
+    def granted(self) -> tuple[Grant, ...]:
+        """The grants that may be written."""
+        return tuple(g for g in self.grants if g.state == "granted")
+
+    @abstractmethod
+    def buffer(self, index: int, group: int = 0) -> memoryview:
+        """Return the writable bytes of a granted block. Raises `LeaseLost` after the lease's end."""
+
+    @abstractmethod
+    def commit(self, indices: Iterable[int] | None = None) -> int:
+        """Checksum, verify and publish written blocks (all groups of each index; None: every one granted).
+
+        All or nothing: a block that fails verification raises `ChecksumMismatch`, loses its slot, and nothing of this
+        call is published. A block whose predecessor is not published yet becomes visible together with it. Returns
+        the number of blocks accepted. Raises `LeaseLost` after the lease's end.
+        """
+
+    @abstractmethod
+    def renew(self, ttl_s: float) -> None:
+        """Move the deadline to `ttl_s` seconds from now. Raises `LeaseLost` if it has passed."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give back every slot that was not committed. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+class Cache(ABC):
+    """One tenant's view of a tiered cache."""
+
+    @abstractmethod
+    def register(self, spec: KVSpec) -> str:
+        """Make a namespace known and return its name. Idempotent. Needed once per process before other calls."""
+
+    @abstractmethod
+    def lookup(self, chain: Chain) -> Hit:
+        """Find the longest published prefix. No side effects, no waiting, no touch of policy."""
+
+    @abstractmethod
+    def prefetch(self, chain: Chain) -> Ticket:
+        """Start promoting the published prefix to the fastest tier; loads of one block are shared. Does not wait."""
+
+    @abstractmethod
+    def acquire(
+        self, chain: Chain, *, wait_s: float = 10.0, ttl_s: float = 30.0, max_blocks: int | None = None
+    ) -> ReadLease:
+        """Pin the longest published prefix in memory.
+
+        Parameters
+        ----------
+        wait_s
+            Seconds to wait for blocks that must be loaded first. 0: only what is in memory now. `math.inf`: all.
+        ttl_s
+            Seconds until the lease ends by itself.
+        max_blocks
+            Pin at most this many blocks (an engine must compute at least one token itself).
+        """
+
+    @abstractmethod
+    def reserve(
+        self, chain: Chain, *, start: int = 0, stop: int | None = None, wait_s: float = 1.0, ttl_s: float = 60.0
+    ) -> WriteLease:
+        """Ask for room for blocks ``[start, stop)`` of all groups, evicting others if need be.
+
+        Waits at most `wait_s` seconds for victims that must be written to a lower tier first; what finds no place is
+        answered ``no_room``.
+        """
+
+    @abstractmethod
+    def delete(self, chain: Chain) -> int:
+        """Unpublish the last block of a chain in every tier and group; return how many were there."""
+
+    @abstractmethod
+    def clear(self, namespace: str) -> int:
+        """Unpublish this tenant's blocks of a namespace in every tier; return how many."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Write everything that is only in memory to the lowest tier. Blocks until done."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Counters and tier occupancy, as documented in docs/metrics.md."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Embedded: flush and close the tiers. Connected: close the connection, release leases. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
