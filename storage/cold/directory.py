@@ -1,0 +1,149 @@
+"""The directory of a cold store: whose it is, who uses it, and what else lies in it.
+
+tierkv-store.json      makes a directory ours; written once
+tierkv-store.lock      locked (flock) while a process has the store open; holds its process id
+segment-000001.lmdb    a segment; `-lock` beside it is LMDB's, `.unsynced` marks one that a power loss may have torn
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tierkv.errors import ForeignStore, StorageError, StoreInUse
+
+__all__ = ["StoreDirectory"]
+
+_MARKER = "tierkv-store.json"
+_LOCK = "tierkv-store.lock"
+_FORMAT = "tierkv cold store"
+_VERSION = 1
+_SEGMENT = re.compile(r"segment-(\d{6,})\.lmdb")
+_LEFTOVER = re.compile(r"segment-\d{6,}\.(new|new-lock|lmdb-lock)")
+_MARK = re.compile(r"(segment-\d{6,})\.unsynced")
+
+
+class StoreDirectory:
+    """A claimed store directory; no other process can claim it until `release`.
+
+    Parameters
+    ----------
+    path
+        Created if missing.
+
+    Raises
+    ------
+    ForeignStore
+        The directory has content but no marker, or a marker of another format.
+    StoreInUse
+        Another process has it open.
+    StorageError
+        It cannot be created, read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd = -1
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._refuse_strangers()
+            self._claim()
+            try:
+                self._write_marker()
+                self._sweep()
+            except BaseException:
+                self.release()
+                raise
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(
+                f"the cold store {path} cannot be used: {error}",
+                remedy="give the cold tier a directory this user can write to",
+            ) from error
+
+    def segment_paths(self) -> list[Path]:
+        """Return everything that is named like a segment, by number."""
+        found = [(int(match[1]), entry) for entry in self.path.iterdir() if (match := _SEGMENT.fullmatch(entry.name))]
+        return [entry for _, entry in sorted(found)]
+
+    def new_segment_path(self) -> Path:
+        """Return the lowest name no segment has."""
+        taken = set(self.segment_paths())
+        number = 1
+        while (path := self.path / f"segment-{number:06}.lmdb") in taken:
+            number += 1
+        return path
+
+    def strangers(self) -> list[Path]:
+        """Return entries that are none of the store's own."""
+        own = {_MARKER, _LOCK}
+        return [
+            entry
+            for entry in sorted(self.path.iterdir())
+            if entry.name not in own and not _SEGMENT.fullmatch(entry.name) and not _MARK.fullmatch(entry.name)
+        ]
+
+    def release(self) -> None:
+        """Let another process claim the directory. Idempotent."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _refuse_strangers(self) -> None:
+        try:
+            marker = json.loads((self.path / _MARKER).read_bytes())
+        except FileNotFoundError:
+            if any(entry.name not in (_LOCK, _MARKER + ".new") for entry in self.path.iterdir()):
+                raise ForeignStore(
+                    f"{self.path} is not empty and not a tierkv cold store",
+                    remedy=f"choose an empty directory; if it is a store, restore its {_MARKER}",
+                ) from None
+            return
+        except ValueError:
+            marker = None
+        if not isinstance(marker, dict) or (marker.get("format"), marker.get("version")) != (_FORMAT, _VERSION):
+            raise ForeignStore(
+                f"{self.path / _MARKER} is not the marker of a cold store this tierkv knows",
+                remedy="use the tierkv version that made it, or another directory",
+            )
+
+    def _claim(self) -> None:
+        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise StoreInUse(
+                f"the cold store {self.path} is in use by process {holder}",
+                remedy="stop that process, or give this one another directory",
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._lock_fd = fd
+
+    def _write_marker(self) -> None:
+        marker = self.path / _MARKER
+        if marker.exists():
+            return
+        unfinished = marker.with_name(marker.name + ".new")
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        with unfinished.open("w") as file:
+            json.dump({"format": _FORMAT, "version": _VERSION, "created": created}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(marker)
+
+    def _sweep(self) -> None:
+        """Delete what a killed process left: unfinished segments, lock files of LMDB, marks without a segment."""
+        for entry in list(self.path.iterdir()):
+            mark = _MARK.fullmatch(entry.name)
+            orphaned = mark is not None and not (self.path / f"{mark[1]}.lmdb").exists()
+            ours = orphaned or _LEFTOVER.fullmatch(entry.name) or entry.name == _MARKER + ".new"
+            if ours and not entry.is_dir():
+                entry.unlink()
