@@ -1,0 +1,152 @@
+"""Codec ``bx1``: lossless, by coding exponents relative to the peak of their channel.
+
+Values of one channel (one position in every axis but the token axis) share a scale, so the distance of an exponent from
+the largest one of its channel takes few values, and a Huffman coder makes it short. Signs and mantissas are noise and
+stay as they are. Everything is integer arithmetic on bit patterns: NaN, infinities and denormals need no special care.
+
+    dtype               planes, in order; n values, c channels
+    float32             low (2n bytes), rest (n), peaks (c), residuals (n)
+    bfloat16, float16                   rest (n), peaks (c), residuals (n)
+    float8_*                                      peaks (c), residuals (n)
+    uint8               the bytes (n)
+
+The exact bits of each plane are in docs/container.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv.spec import DTYPE_BYTES, BlockLayout
+from tierkv.storage.codecs.base import Buffer, Bytes, Codec, as_bytes, malformed
+from tierkv.storage.codecs.bits import merge_halves, merge_words, split_halves, split_words
+from tierkv.storage.codecs.plane import expand, expand_into, scratch, shrink, shrink_opaque
+
+__all__ = ["Bx1"]
+
+# Values per numpy call: fewer, and threads spend their time handing the interpreter lock to each other.
+_STRIDE = 256 * 1024
+
+_Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """A layout as codecs see it: `groups` x `tokens` x `channels` values, one peak per group and channel."""
+
+    groups: int
+    tokens: int
+    channels: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, layout: BlockLayout) -> _Grid:
+        axis = layout.token_axis
+        return cls(
+            prod(layout.shape[:axis]), layout.shape[axis], prod(layout.shape[axis + 1 :]), DTYPE_BYTES[layout.dtype]
+        )
+
+    @property
+    def values(self) -> int:
+        return self.groups * self.tokens * self.channels
+
+    @property
+    def plane_sizes(self) -> list[int]:
+        """Bytes per plane, in the order of the sections."""
+        peaks_and_residuals = [self.groups * self.channels, self.values]
+        return {1: [], 2: [self.values], 4: [2 * self.values, self.values]}[self.itemsize] + peaks_and_residuals
+
+    def per_value(self, flat: _Array) -> _Array:
+        return flat.reshape(self.groups, self.tokens, self.channels)
+
+    def per_channel(self, flat: _Array) -> _Array:
+        return flat.reshape(self.groups, 1, self.channels)
+
+    def slices(self) -> Iterator[slice]:
+        """Yield runs of whole groups of at least `_STRIDE` values."""
+        step = -(-_STRIDE // (self.tokens * self.channels))
+        for start in range(0, self.groups, step):
+            yield slice(start, min(start + step, self.groups))
+
+
+class Bx1(Codec):
+    """Splits floats into planes and Huffman-codes exponent residuals; bytes of unknown meaning go through zstd."""
+
+    name = "bx1"
+    id = 1
+
+    def encode(self, payload: Buffer, layout: BlockLayout) -> list[Bytes]:
+        data = as_bytes(payload)
+        if not data.size:
+            return []
+        if layout.dtype == "uint8":
+            return [shrink_opaque(data)]
+        grid = _Grid.of(layout)
+        planes = [scratch(f"plane {i}", size) for i, size in enumerate(grid.plane_sizes)]
+        _split(data, planes, grid)
+        return [shrink(plane) for plane in planes]
+
+    def decode_into(self, sections: Sequence[memoryview], out: memoryview, layout: BlockLayout) -> None:
+        sizes = [len(out)] if layout.dtype == "uint8" else _Grid.of(layout).plane_sizes
+        if len(sections) != (len(sizes) if len(out) else 0):
+            raise malformed(self, f"{len(sections)} sections")
+        if not len(out):
+            return
+        try:
+            if layout.dtype == "uint8":
+                expand_into(sections[0], as_bytes(out))
+                return
+            planes = [expand(s, size, f"plane {i}") for i, (s, size) in enumerate(zip(sections, sizes, strict=True))]
+        except ValueError as error:
+            raise malformed(self, str(error)) from error
+        _merge(planes, as_bytes(out), _Grid.of(layout))
+
+
+def _split(data: Bytes, planes: list[Bytes], grid: _Grid) -> None:
+    """Fill `planes` from the payload `data`."""
+    *others, peak_plane, residual_plane = planes
+    values = grid.per_value(data.view(f"<u{grid.itemsize}"))
+    peaks, residuals = grid.per_channel(peak_plane), grid.per_value(residual_plane)
+    for part in grid.slices():
+        codes = residuals[part]
+        if grid.itemsize == 1:
+            np.bitwise_and(values[part], 0x7F, out=codes)
+        else:
+            halves = values[part]
+            if grid.itemsize == 4:
+                halves = _halves(codes.shape)
+                split_words(values[part], halves, grid.per_value(others[0].view("<u2"))[part])
+            split_halves(halves, codes, grid.per_value(others[-1])[part])
+        np.maximum.reduce(codes, axis=1, out=peaks[part], keepdims=True)
+        # a whole float8 is subtracted, not its code: modulo 256 its sign comes out as the residual's top bit
+        np.subtract(peaks[part], values[part] if grid.itemsize == 1 else codes, out=codes)
+
+
+def _merge(planes: list[Bytes], out: Bytes, grid: _Grid) -> None:
+    """Inverse of `_split`."""
+    *others, peak_plane, residual_plane = planes
+    values = grid.per_value(out.view(f"<u{grid.itemsize}"))
+    peaks, residuals = grid.per_channel(peak_plane), grid.per_value(residual_plane)
+    for part in grid.slices():
+        if grid.itemsize == 1:
+            np.subtract(peaks[part], residuals[part], out=values[part])
+            continue
+        codes = scratch("codes", residuals[part].size).reshape(residuals[part].shape)
+        np.subtract(peaks[part], residuals[part], out=codes)
+        rest = grid.per_value(others[-1])[part]
+        if grid.itemsize == 2:
+            merge_halves(codes, rest, values[part])
+        else:
+            halves = _halves(codes.shape)
+            merge_halves(codes, rest, halves)
+            merge_words(halves, grid.per_value(others[0].view("<u2"))[part], values[part])
+
+
+def _halves(shape: tuple[int, ...]) -> _Array:
+    return scratch("halves", 2 * prod(shape)).view("<u2").reshape(shape)
