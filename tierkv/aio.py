@@ -1,0 +1,250 @@
+"""The cache's contract for asyncio: the same names as `tierkv.cache`, awaited wherever a call may block.
+
+    cache = await tierkv.aio.connect("unix:///run/tierkv.sock")
+    async with await cache.acquire(chain, wait_s=1.0) as read:
+        for ref in read.blocks:
+            use(read.view(ref.index))
+    async with await cache.reserve(chain, start=n) as write:
+        for grant in write.granted:
+            write.buffer(grant.index)[:] = ...
+            await write.commit([grant.index])
+
+Calls run on private threads, over any `Cache`: requests, copies and checksums of written blocks never hold up the
+event loop. `view` and `buffer` are plain memory and stay synchronous. A cancelled `acquire` or `reserve` leaves no
+lease behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tierkv.cache import BlockRef, Cache, Chain, Grant, Hit, ReadLease, Ticket, TicketProgress, WriteLease
+from tierkv.errors import CorruptBlock, Unavailable
+from tierkv.spec import KVSpec
+
+__all__ = ["AsyncCache", "AsyncReadLease", "AsyncTicket", "AsyncWriteLease", "connect"]
+
+T = TypeVar("T")
+_WAITING_THREADS = 32
+_QUICK_THREADS = 4
+
+
+async def connect(url: str, *, tenant: str = "default", timeout_s: float = 5.0) -> AsyncCache:
+    """Connect to a daemon. Parameters and errors as `tierkv.connect`."""
+    from tierkv.client import connect as connect_client
+
+    return AsyncCache(await asyncio.to_thread(connect_client, url, tenant=tenant, timeout_s=timeout_s))
+
+
+class _Threads:
+    """Two pools: calls that wait for others must not take the threads on which those others finish."""
+
+    def __init__(self) -> None:
+        self._waiting = ThreadPoolExecutor(_WAITING_THREADS, "tierkv-aio-waiting")
+        self._quick = ThreadPoolExecutor(_QUICK_THREADS, "tierkv-aio")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run a call that is over soon. Cancelled before a thread has taken it, it does not run at all."""
+        return await asyncio.wrap_future(self._submit(self._quick, work))
+
+    async def finish(self, work: Callable[[], T]) -> T:
+        """Run a call that must take place even if the caller is cancelled."""
+        return await asyncio.shield(asyncio.wrap_future(self._submit(self._quick, work)))
+
+    async def wait(self, work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
+        """Run a call that may wait. If the caller is cancelled meanwhile, `undo` gets its result."""
+        job = self._submit(self._waiting, work)
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            if undo is not None:
+                # Called by the thread that finishes the job, or right here if it is finished: never undo here.
+                job.add_done_callback(lambda done: self._undo(done, undo))
+            raise
+
+    def close(self) -> None:
+        """Take no more calls; those that run go on."""
+        self._waiting.shutdown(wait=False)
+        self._quick.shutdown(wait=False)
+
+    def _undo(self, done: Future[T], undo: Callable[[T], None]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            with contextlib.suppress(Unavailable):  # closed: the leases are gone with their cache
+                self._submit(self._quick, partial(undo, done.result()))
+
+    @staticmethod
+    def _submit(pool: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
+        try:
+            return pool.submit(work)
+        except RuntimeError:
+            raise Unavailable("this client is closed", remedy="connect again") from None
+
+
+class AsyncCache:
+    """`tierkv.cache.Cache` for asyncio. Methods not described here are as there.
+
+    Parameters
+    ----------
+    cache
+        Embedded or connected; owned by this object from now on.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._threads = _Threads()
+
+    async def register(self, spec: KVSpec) -> str:
+        return await self._threads.run(partial(self._cache.register, spec))
+
+    async def lookup(self, chain: Chain) -> Hit:
+        return await self._threads.run(partial(self._cache.lookup, chain))
+
+    async def prefetch(self, chain: Chain) -> AsyncTicket:
+        return AsyncTicket(await self._threads.run(partial(self._cache.prefetch, chain)), self._threads)
+
+    async def acquire(
+        self, chain: Chain, *, wait_s: float = 10.0, ttl_s: float = 30.0, max_blocks: int | None = None
+    ) -> AsyncReadLease:
+        """As `Cache.acquire`. Where blocks travel as HTTP bodies, they have arrived when this returns."""
+
+        def work() -> ReadLease:
+            lease = self._cache.acquire(chain, wait_s=wait_s, ttl_s=ttl_s, max_blocks=max_blocks)
+            try:
+                for ref in lease.blocks[:1]:
+                    with contextlib.suppress(CorruptBlock):  # `view` will say so to whoever wants this block
+                        lease.view(ref.index, ref.group)
+            except BaseException:
+                lease.release()
+                raise
+            return lease
+
+        return AsyncReadLease(await self._threads.wait(work, lambda lease: lease.release()), self._threads)
+
+    async def reserve(
+        self, chain: Chain, *, start: int = 0, stop: int | None = None, wait_s: float = 1.0, ttl_s: float = 60.0
+    ) -> AsyncWriteLease:
+        work = partial(self._cache.reserve, chain, start=start, stop=stop, wait_s=wait_s, ttl_s=ttl_s)
+        return AsyncWriteLease(await self._threads.wait(work, lambda lease: lease.abort()), self._threads)
+
+    async def delete(self, chain: Chain) -> int:
+        return await self._threads.run(partial(self._cache.delete, chain))
+
+    async def clear(self, namespace: str) -> int:
+        return await self._threads.wait(partial(self._cache.clear, namespace))
+
+    async def flush(self) -> None:
+        await self._threads.wait(self._cache.flush)
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._threads.run(self._cache.stats)
+
+    async def close(self) -> None:
+        """Close the cache. Idempotent; calls that are still waiting end with their result or `Unavailable`."""
+        with contextlib.suppress(Unavailable):
+            await self._threads.finish(self._cache.close)
+        self._threads.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncTicket:
+    """`tierkv.cache.Ticket` for asyncio."""
+
+    def __init__(self, ticket: Ticket, threads: _Threads) -> None:
+        self.id = ticket.id
+        self._ticket = ticket
+        self._threads = threads
+
+    async def progress(self) -> TicketProgress:
+        return await self._threads.run(self._ticket.progress)
+
+    async def cancel(self) -> None:
+        await self._threads.finish(self._ticket.cancel)
+
+
+class AsyncReadLease:
+    """`tierkv.cache.ReadLease` for asyncio, with the same attributes."""
+
+    def __init__(self, lease: ReadLease, threads: _Threads) -> None:
+        self.id: str = lease.id
+        self.blocks: tuple[BlockRef, ...] = lease.blocks
+        self.hit_blocks: int = lease.hit_blocks
+        self.hit_tokens: int = lease.hit_tokens
+        self.published_blocks: int = lease.published_blocks
+        self.tokens_by_tier: Mapping[str, int] = lease.tokens_by_tier
+        self.waited_s: float = lease.waited_s
+        self._lease = lease
+        self._threads = threads
+
+    def view(self, index: int, group: int = 0) -> memoryview:
+        """As `ReadLease.view`: a checksum over memory, microseconds per block."""
+        return self._lease.view(index, group)
+
+    async def read_into(self, index: int, out: memoryview, group: int = 0) -> None:
+        """As `ReadLease.read_into`. If the caller is cancelled, `out` may still be written to for a moment."""
+        await self._threads.run(partial(self._lease.read_into, index, out, group))
+
+    async def renew(self, ttl_s: float) -> None:
+        await self._threads.run(partial(self._lease.renew, ttl_s))
+
+    async def release(self) -> None:
+        await self._threads.finish(self._lease.release)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(Unavailable):  # the cache was closed inside: the lease ended with it
+            await self.release()
+
+
+class AsyncWriteLease:
+    """`tierkv.cache.WriteLease` for asyncio, with the same attributes."""
+
+    def __init__(self, lease: WriteLease, threads: _Threads) -> None:
+        self.id: str = lease.id
+        self.grants: tuple[Grant, ...] = lease.grants
+        self._lease = lease
+        self._threads = threads
+
+    @property
+    def granted(self) -> tuple[Grant, ...]:
+        """The grants that may be written."""
+        return self._lease.granted
+
+    def buffer(self, index: int, group: int = 0) -> memoryview:
+        """As `WriteLease.buffer`: plain memory."""
+        return self._lease.buffer(index, group)
+
+    async def commit(self, indices: Iterable[int] | None = None) -> int:
+        """As `WriteLease.commit`. If the caller is cancelled meanwhile, the blocks may be published all the same."""
+        return await self._threads.run(partial(self._lease.commit, indices))
+
+    async def renew(self, ttl_s: float) -> None:
+        await self._threads.run(partial(self._lease.renew, ttl_s))
+
+    async def abort(self) -> None:
+        await self._threads.finish(self._lease.abort)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(Unavailable):
+            await self.abort()

@@ -1,0 +1,160 @@
+"""Where a remote lease's bytes are: in shared memory mapped from the daemon, or in HTTP bodies."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tierkv.cache import BlockRef, Grant, Written
+from tierkv.client.transport import Transport
+from tierkv.errors import BodyMismatch, InvalidRequest, Unavailable
+from tierkv.storage.shm import MappedSegment
+from tierkv.wire import FRAME_BYTES, FRAME_TYPE, MSGPACK_TYPE, Frame, encode, pack_frame, pack_written, unpack_frame
+
+__all__ = ["Attachment", "BodyPlane", "Mapped", "SharedPlane"]
+
+
+class _LeaseCalls:
+    """What both planes send as control messages."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def abort(self, lease_id: str) -> None:
+        with contextlib.suppress(Unavailable):  # an end that cannot be told comes by deadline
+            self._transport.call("POST", f"/v1/leases/{lease_id}/abort")
+
+    def release(self, lease_id: str, corrupt: Sequence[tuple[int, int]]) -> None:
+        with contextlib.suppress(Unavailable):
+            self._transport.call("POST", f"/v1/leases/{lease_id}/release", {"corrupt": corrupt} if corrupt else None)
+
+    def renew(self, lease_id: str, ttl_s: float) -> float:
+        return float(self._transport.call("POST", f"/v1/leases/{lease_id}/renew", {"ttl_s": ttl_s})["ttl_s"])
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Memory tiers of one run of the daemon, by name; empty when it shares none with this process."""
+
+    generation: str
+    segments: Mapping[str, MappedSegment]
+
+
+class Attachment:
+    """The daemon's memory tiers mapped into this process. Safe to use from any thread."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._mapped: Mapped | None = None
+
+    def mapped(self) -> Mapped:
+        """Return what is mapped. Blocks on first use and after `forget`."""
+        mapped = self._mapped
+        if mapped is None:
+            # Two threads may map at the same time: both mappings are good, one is dropped with its last lease.
+            mapped = self._mapped = self._map()
+        return mapped
+
+    def forget(self, mapped: Mapped) -> None:
+        """Map anew the next time; leases keep the mapping they were given under."""
+        if self._mapped is mapped:
+            self._mapped = None
+
+    def close(self) -> None:
+        """Drop the mappings; views handed out stay valid."""
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            for segment in mapped.segments.values():
+                segment.close()
+
+    def _map(self) -> Mapped:
+        try:
+            answer = self._transport.call("GET", "/v1/attach")
+        except InvalidRequest:  # not the same user
+            return Mapped(self._transport.call("GET", "/healthz").generation, {})
+        segments: dict[str, MappedSegment] = {}
+        for found in answer["segments"]:
+            try:
+                segments[found["tier"]] = MappedSegment(found["path"], generation=int(found["generation"], 16))
+            except (Unavailable, InvalidRequest):  # in another mount namespace, or already replaced
+                continue
+        return Mapped(str(answer["generation"]), segments)
+
+
+class SharedPlane(_LeaseCalls):
+    """Blocks in place, in the mapped tiers as they were when the lease was given."""
+
+    def __init__(self, transport: Transport, mapped: Mapped) -> None:
+        super().__init__(transport)
+        self._mapped = mapped
+
+    def view(self, block: BlockRef | Grant) -> memoryview:
+        return self._mapped.segments[block.tier].data[block.offset : block.offset + block.length]
+
+    def commit(self, lease_id: str, written: Sequence[Written]) -> int:
+        message = {"blocks": pack_written(written)}
+        return int(self._transport.call("POST", f"/v1/leases/{lease_id}/commit", message, once=True)["accepted"])
+
+
+class BodyPlane(_LeaseCalls):
+    """Blocks in this process's own memory, fetched and sent as frames: all of a lease's blocks in one request."""
+
+    def __init__(self, transport: Transport, path: str, lease_id: str, blocks: Sequence[BlockRef] = ()) -> None:
+        super().__init__(transport)
+        self._path = path
+        self._lease_id = lease_id
+        self._expected = {(ref.index, ref.group): ref for ref in blocks}
+        self._bytes: dict[tuple[int, int], memoryview] = {}
+
+    def view(self, block: BlockRef | Grant) -> memoryview:
+        where = (block.index, block.group)
+        if where not in self._bytes:
+            if isinstance(block, BlockRef):
+                self._fetch()
+            else:
+                # setdefault: of two threads that ask at the same time both get the same memory.
+                self._bytes.setdefault(where, memoryview(bytearray(block.length)))
+        return self._bytes[where]
+
+    def commit(self, lease_id: str, written: Sequence[Written]) -> int:
+        parts: list[bytes | memoryview] = []
+        for block in written:
+            parts.append(pack_frame(Frame(block.index, block.group, block.length, block.checksum)))
+            parts.append(self._bytes[block.index, block.group])
+        path = f"{self._path}/blocks:put?lease={lease_id}"
+        with self._transport.request("POST", path, parts, FRAME_TYPE, once=True) as response:
+            response.read()
+        for block in written:
+            del self._bytes[block.index, block.group]
+        return len(written)
+
+    def _fetch(self) -> None:
+        body = encode({"lease": self._lease_id}, MSGPACK_TYPE)
+        fetched: dict[tuple[int, int], memoryview] = {}
+        with self._transport.request("POST", f"{self._path}/blocks:get", [body], MSGPACK_TYPE) as response:
+            for _ in range(len(self._expected)):
+                header = memoryview(bytearray(FRAME_BYTES))
+                _fill(response, header)
+                frame = unpack_frame(header)
+                ref = self._expected.get((frame.index, frame.group))
+                if ref is None or ref.length != frame.length:
+                    raise BodyMismatch("the daemon sent a block that was not asked for")
+                data = memoryview(bytearray(frame.length))
+                _fill(response, data)
+                fetched[frame.index, frame.group] = data
+            if response.read(1):
+                raise BodyMismatch("the daemon sent more than was asked for")
+        self._bytes = fetched
+
+
+def _fill(response: http.client.HTTPResponse, target: memoryview) -> None:
+    at = 0
+    while at < len(target):
+        got = response.readinto(target[at:])
+        if not got:
+            raise Unavailable(
+                "the daemon cut its answer short", remedy="the lease may have ended or the daemon stopped; ask again"
+            )
+        at += got

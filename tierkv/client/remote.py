@@ -1,0 +1,189 @@
+"""`Cache` through a daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from tierkv.cache import Cache, Chain, Hit, ReadLease, Ticket, TicketProgress, WriteLease
+from tierkv.client.planes import Attachment, BodyPlane, SharedPlane
+from tierkv.client.transport import Answer, Transport
+from tierkv.errors import InvalidRequest, NotFound, TierKVError, Unavailable
+from tierkv.handles import LeasedReader, LeasedWriter, Plane
+from tierkv.spec import KVSpec
+from tierkv.wire import unpack_grants, unpack_hit, unpack_progress, unpack_refs
+
+__all__ = ["RemoteCache", "connect"]
+
+L = TypeVar("L", LeasedReader, LeasedWriter)
+_ENDS = {"acquire": "release", "reserve": "abort"}
+_FLUSH_S = 3600.0
+_CLEAR_S = 600.0
+
+
+def connect(url: str, *, tenant: str = "default", timeout_s: float = 5.0) -> RemoteCache:
+    """See `tierkv.connect`."""
+    cache = RemoteCache(Transport(url, tenant, timeout_s), timeout_s)
+    cache.check()
+    return cache
+
+
+class RemoteCache(Cache):
+    """One tenant's view of a daemon's cache. Reconnects, registers and maps again by itself when the daemon restarts.
+
+    Parameters
+    ----------
+    timeout_s
+        Longest time that `close` spends on leases that are still out, in seconds.
+    """
+
+    def __init__(self, transport: Transport, timeout_s: float) -> None:
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._attachment = Attachment(transport)
+        self._specs: dict[str, KVSpec] = {}
+        self._leases: dict[str, tuple[int, weakref.ref[LeasedReader | LeasedWriter]]] = {}
+
+    def check(self) -> None:
+        """Ask whether the daemon is there. Raises `Unavailable`."""
+        self._transport.call("GET", "/healthz")
+
+    def register(self, spec: KVSpec) -> str:
+        name = str(self._transport.call("PUT", "/v1/namespaces", spec.to_dict())["namespace"])
+        self._specs[name] = spec
+        return name
+
+    def lookup(self, chain: Chain) -> Hit:
+        return unpack_hit(self._on_chain(chain, "lookup", {}))
+
+    def prefetch(self, chain: Chain) -> Ticket:
+        return _RemoteTicket(self._transport, str(self._on_chain(chain, "prefetch", {})["ticket"]))
+
+    def acquire(
+        self, chain: Chain, *, wait_s: float = 10.0, ttl_s: float = 30.0, max_blocks: int | None = None
+    ) -> ReadLease:
+        asked = time.monotonic()
+        message = {"wait_s": None if wait_s == math.inf else wait_s, "ttl_s": ttl_s, "max_blocks": max_blocks}
+        answer, plane = self._leased(chain, "acquire", message, wait_s)
+        lease_id, refs = str(answer["lease"]), unpack_refs(answer["blocks"])
+        lease = LeasedReader(
+            plane or BodyPlane(self._transport, _path(chain.namespace), lease_id, refs),
+            lease_id,
+            refs,
+            hit_blocks=answer["hit_blocks"],
+            hit_tokens=answer["hit_tokens"],
+            published_blocks=answer["published_blocks"],
+            tokens_by_tier=answer["tokens_by_tier"],
+            waited_s=answer["waited_s"],
+            deadline=asked + answer["waited_s"] + answer["ttl_s"],
+        )
+        return self._remember(lease)
+
+    def reserve(
+        self, chain: Chain, *, start: int = 0, stop: int | None = None, wait_s: float = 1.0, ttl_s: float = 60.0
+    ) -> WriteLease:
+        asked = time.monotonic()
+        message = {"start": start, "stop": stop, "wait_s": wait_s, "ttl_s": ttl_s}
+        answer, plane = self._leased(chain, "reserve", message, wait_s)
+        lease_id = str(answer["lease"])
+        lease = LeasedWriter(
+            plane or BodyPlane(self._transport, _path(chain.namespace), lease_id),
+            lease_id,
+            unpack_grants(answer["grants"]),
+            deadline=asked + answer["waited_s"] + answer["ttl_s"],
+        )
+        return self._remember(lease)
+
+    def delete(self, chain: Chain) -> int:
+        if not chain.hashes:
+            return 0
+        path = f"{_path(chain.namespace)}/blocks/{chain.hashes[-1].hex()}"
+        answer = self._registered(chain.namespace, lambda: self._transport.call("DELETE", path))
+        return int(answer["removed"])
+
+    def clear(self, namespace: str) -> int:
+        path = f"/v1/namespaces/{quote(namespace, safe='')}"
+        answer = self._registered(namespace, lambda: self._transport.call("DELETE", path, extra_s=_CLEAR_S))
+        return int(answer["removed"])
+
+    def flush(self) -> None:
+        self._transport.call("POST", "/v1/flush", extra_s=_FLUSH_S)
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self._transport.call("GET", "/v1/stats"))
+
+    def close(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        for pid, reference in list(self._leases.values()):
+            lease = reference()
+            if lease is not None and pid == os.getpid() and time.monotonic() < deadline:
+                lease.__exit__(None, None, None)
+        self._attachment.close()
+        self._transport.close()
+
+    def _leased(self, chain: Chain, verb: str, message: dict[str, Any], wait_s: float) -> tuple[Answer, Plane | None]:
+        """Ask for a lease; return the answer and the shared memory it points into, None for HTTP bodies."""
+        if not wait_s >= 0:
+            raise InvalidRequest(f"nobody can wait {wait_s} seconds", remedy="use 0 for no waiting")
+        for _ in range(2):
+            mapped = self._attachment.mapped() if self._transport.local else None
+            tiers = list(mapped.segments) if mapped is not None and mapped.segments else None
+            answer = self._on_chain(chain, verb, {**message, "tiers": tiers}, extra_s=wait_s, once=True)
+            if mapped is None or mapped.generation == answer.generation:
+                return answer, SharedPlane(self._transport, mapped) if mapped is not None and tiers else None
+            # The daemon was restarted between attaching and answering: its offsets belong to memory not mapped here.
+            self._attachment.forget(mapped)
+            if tiers is None:
+                return answer, None
+            if answer["lease"]:
+                with contextlib.suppress(TierKVError):
+                    self._transport.call("POST", f"/v1/leases/{answer['lease']}/{_ENDS[verb]}")
+        raise Unavailable("the daemon restarts again and again", remedy="look at its log")
+
+    def _on_chain(
+        self, chain: Chain, verb: str, message: dict[str, Any], *, extra_s: float = 0.0, once: bool = False
+    ) -> Answer:
+        path, message = f"{_path(chain.namespace)}/{verb}", {"hashes": b"".join(chain.hashes), **message}
+        return self._registered(
+            chain.namespace, lambda: self._transport.call("POST", path, message, extra_s=extra_s, once=once)
+        )
+
+    def _registered(self, namespace: str, call: Callable[[], Answer]) -> Answer:
+        """Make a call, registering its namespace first if the daemon was restarted and does not know it yet."""
+        try:
+            return call()
+        except NotFound:
+            spec = self._specs.get(namespace)
+            if spec is None:
+                raise
+            self.register(spec)
+            return call()
+
+    def _remember(self, lease: L) -> L:
+        """Keep a lease in mind for as long as its holder does, so that `close` can end it."""
+        if lease.id:
+            leases, lease_id = self._leases, lease.id
+            leases[lease_id] = (os.getpid(), weakref.ref(lease, lambda _: leases.pop(lease_id, None)))
+        return lease
+
+
+class _RemoteTicket(Ticket):
+    def __init__(self, transport: Transport, ticket_id: str) -> None:
+        self.id = ticket_id
+        self._transport = transport
+
+    def progress(self) -> TicketProgress:
+        return unpack_progress(self._transport.call("GET", f"/v1/tickets/{self.id}"))
+
+    def cancel(self) -> None:
+        self._transport.call("DELETE", f"/v1/tickets/{self.id}")
+
+
+def _path(namespace: str) -> str:
+    return f"/v1/{quote(namespace, safe='')}"

@@ -1,0 +1,201 @@
+"""Configuration: YAML into typed models, with units, and errors that name the key and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
+
+from tierkv.errors import ConfigError
+from tierkv.policy import POLICIES
+
+__all__ = ["ColdConfig", "Config", "HotConfig", "LimitsConfig", "WarmConfig", "load_config", "parse_config"]
+
+_DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>ms|s|m|min|h|d)?")
+_SECONDS = {None: 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGTP]i?B|B)?", re.IGNORECASE)
+_LARGEST = 1 << 50
+_LARGEST_MEMORY = 16 << 40
+_SOCKET_BYTES = 107  # sun_path of Linux, less its closing NUL
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _seconds(value: object) -> object:
+    if _number(value):
+        return value
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("not a duration; write a number with ms, s, min, h or d, such as 30s")
+    return float(match["number"]) * _SECONDS[match["unit"]]
+
+
+def _size(value: object) -> object:
+    text = str(value) if _number(value) else value
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError("not a size; write a number with MiB, GiB or TiB, such as 8GiB")
+    return text
+
+
+def _path(value: object) -> object:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ValueError("not a path; write it as text, such as /var/lib/tierkv")
+    return Path(value).expanduser()
+
+
+def _integer(value: object) -> object:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError("not a whole number")
+    return value
+
+
+def _share(value: object) -> object:
+    if not _number(value):
+        raise ValueError("not a number; write a share between 0 and 1")
+    return value
+
+
+def _policy(value: object) -> object:
+    if not isinstance(value, str) or value not in POLICIES:
+        raise ValueError(f"unknown policy; use one of {', '.join(sorted(POLICIES))}")
+    return value
+
+
+def _host(value: object) -> object:
+    if value not in ("127.0.0.1", "::1", "localhost"):
+        raise ValueError(
+            "the daemon listens on the loopback interface only, because it does not know who calls; use 127.0.0.1 or"
+            " ::1, and a tunnel to reach it from elsewhere"
+        )
+    return value
+
+
+def _socket(path: Path) -> Path:
+    if len(os.fsencode(path)) > _SOCKET_BYTES:
+        raise ValueError(f"the path of a Unix socket has at most {_SOCKET_BYTES} bytes; choose a shorter one")
+    return path
+
+
+def _section(value: object) -> object:
+    return {} if value is None else value  # a section whose settings are all commented out
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
+Size = Annotated[ByteSize, BeforeValidator(_size), Field(le=_LARGEST)]
+MemorySize = Annotated[ByteSize, BeforeValidator(_size), Field(le=_LARGEST_MEMORY)]
+FilePath = Annotated[Path, BeforeValidator(_path)]
+PolicyName = Annotated[str, BeforeValidator(_policy)]
+Count = Annotated[int, BeforeValidator(_integer)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HotConfig(_Model):
+    """Paged pool on a GPU (`device: cuda:0`), or in ordinary memory (`cpu`). Capacity 0 switches it off."""
+
+    capacity: MemorySize = ByteSize(0)
+    device: str = "auto"
+    policy: PolicyName = "slru"
+
+
+class WarmConfig(_Model):
+    """Shared-memory arena. `demote_ahead`: share kept free or already written to the cold tier (1: write at once)."""
+
+    capacity: Annotated[MemorySize, Field(ge=1 << 20)] = ByteSize(1 << 30)
+    directory: FilePath = Path("/dev/shm")
+    policy: PolicyName = "slru"
+    demote_ahead: Annotated[float, BeforeValidator(_share), Field(ge=0, le=1)] = 0.25
+
+
+class ColdConfig(_Model):
+    """LMDB segments on local disk. Capacity 0 switches it off; `path` defaults to `cold` in the state directory."""
+
+    capacity: Size = ByteSize(0)
+    path: FilePath | None = None
+    segment: Annotated[Size, Field(ge=1 << 20)] | None = None
+    codec: Literal["raw", "bx1"] = "bx1"
+    sync: Literal["none", "interval", "commit"] = "interval"
+    sync_interval: Seconds = 5.0
+    encode_threads: Annotated[Count, Field(ge=1, le=64)] = 2
+
+
+class LimitsConfig(_Model):
+    """Bounds on what one request may ask for."""
+
+    body: Annotated[Size, Field(ge=1 << 20)] = ByteSize(1 << 30)
+    blocks: Annotated[Count, Field(ge=1, le=1 << 20)] = 65536
+    lease: Seconds = 600.0
+    wait: Seconds = 60.0
+
+
+class Config(_Model):
+    """Everything a cache or daemon needs to know. Documented in configs/default.yaml."""
+
+    state_dir: FilePath | None = None
+    socket: Annotated[FilePath, AfterValidator(_socket)] | None = None
+    host: Annotated[str, BeforeValidator(_host)] = "127.0.0.1"
+    port: Annotated[Count, Field(ge=0, le=65535)] | None = None
+    load_threads: Annotated[Count, Field(ge=1, le=64)] = 2
+    hot: Annotated[HotConfig, BeforeValidator(_section)] = HotConfig()
+    warm: Annotated[WarmConfig, BeforeValidator(_section)] = WarmConfig()
+    cold: Annotated[ColdConfig, BeforeValidator(_section)] = ColdConfig()
+    limits: Annotated[LimitsConfig, BeforeValidator(_section)] = LimitsConfig()
+
+
+def load_config(path: str | os.PathLike[str]) -> Config:
+    """Read a YAML file. Raises `ConfigError` naming the file, the key and the remedy."""
+    try:
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", remedy="name an existing, readable file") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}", remedy="compare with configs/default.yaml") from None
+    return parse_config({} if data is None else data, source=str(path))
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys in silence; here it is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is set twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def parse_config(data: Any, *, source: str = "configuration") -> Config:
+    """Validate plain data. Raises `ConfigError` with every fault found."""
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{source} must be a mapping of settings, not {type(data).__name__}")
+    try:
+        return Config.model_validate(dict(data))
+    except ValidationError as error:
+        faults = "; ".join(_explain(fault["loc"], fault["type"], fault["msg"]) for fault in error.errors())
+        raise ConfigError(f"{source}: {faults}", remedy="configs/default.yaml lists every setting") from None
+
+
+def _explain(where: tuple[int | str, ...], kind: str, message: str) -> str:
+    name = ".".join(str(part) for part in where)
+    if kind != "extra_forbidden":
+        return f"{name}: {message.removeprefix('Value error, ')}"
+    model: type[BaseModel] = Config
+    for part in where[:-1]:
+        inner = model.model_fields[str(part)].annotation
+        assert isinstance(inner, type)
+        model = inner
+    close = difflib.get_close_matches(str(where[-1]), list(model.model_fields), n=1)
+    return f"{name}: unknown setting" + (f", did you mean {close[0]!r}?" if close else "")

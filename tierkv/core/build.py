@@ -1,0 +1,185 @@
+"""The composition root: from a configuration to a running engine."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+from tierkv.config import Config
+from tierkv.core.engine import Engine
+from tierkv.core.placement import MemoryLevel
+from tierkv.errors import ConfigError, StorageError, StoreInUse
+from tierkv.policy import make_policy
+from tierkv.storage.cold import ColdTier
+from tierkv.storage.hot import HotTier
+from tierkv.storage.tier import SlotTier
+from tierkv.storage.warm import WarmTier
+
+__all__ = ["build_engine"]
+
+MIN_SEGMENT, MAX_SEGMENT = 16 << 20, 4 << 30
+_SECRET_BYTES = 32
+
+
+def build_engine(config: Config) -> Engine:
+    """Open the tiers and start the engine. Blocks while memory is allocated and the cold index is read.
+
+    Raises `ConfigError`, `StoreInUse`, `ForeignStore`, `StorageFull`, `StorageError`, `DependencyMissing` or
+    `DeviceError`; whatever was opened before is closed again.
+    """
+    if 0 < config.cold.capacity < config.warm.capacity:
+        raise ConfigError(
+            f"the cold tier of {config.cold.capacity} bytes is smaller than the warm tier of {config.warm.capacity}",
+            remedy="give cold.capacity several times warm.capacity, or 0 to switch it off",
+        )
+    if config.state_dir is not None:
+        _make_directory(config.state_dir)
+    cold_path = _cold_path(config)
+    secret = _secret(config.state_dir)
+    instance = _instance(config.state_dir)
+    _remove_leftovers(config.warm.directory)
+    memory: list[MemoryLevel] = []
+    cold: ColdTier | None = None
+    engine: Engine | None = None
+
+    def cold_evicted(keys: list[bytes] | tuple[bytes, ...]) -> None:
+        if engine is not None:
+            engine.on_cold_evicted(keys)
+
+    try:
+        with _naming("hot", config.state_dir):
+            if config.hot.capacity:
+                path = config.warm.directory / f"{instance}.hot"
+                hot = HotTier(config.hot.capacity, device=config.hot.device, segment_path=path)
+                memory.append(_level(hot, config.hot.policy, 1.0))  # hot blocks go down to warm at once
+        with _naming("warm", config.state_dir):
+            warm = WarmTier(config.warm.capacity, segment_path=config.warm.directory / f"{instance}.warm")
+            memory.append(_level(warm, config.warm.policy, config.warm.demote_ahead))
+        if config.cold.capacity:
+            cold = ColdTier(
+                cold_path,
+                capacity_bytes=config.cold.capacity,
+                segment_bytes=config.cold.segment or _segment_bytes(config.cold.capacity),
+                codec=config.cold.codec,
+                sync=config.cold.sync,
+                sync_interval_s=config.cold.sync_interval,
+                on_evict=cold_evicted,
+                encode_threads=config.cold.encode_threads,
+            )
+        engine = Engine(memory, cold, secret, load_threads=config.load_threads)
+        return engine
+    except BaseException:
+        for level in memory:
+            level.tier.close()
+        if cold is not None:
+            cold.close()
+        raise
+
+
+@contextlib.contextmanager
+def _naming(tier: str, state_dir: Path | None) -> Iterator[None]:
+    """Say in errors of a memory tier which settings they are about: the tier itself knows sizes and files only."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{tier}.capacity: {error.message}", remedy=error.remedy) from None
+    except StoreInUse as error:
+        if state_dir is None:
+            raise
+        raise StoreInUse(
+            f"the state directory {state_dir} is in use: {error.message}",
+            remedy="stop that process, or give each its own state_dir",
+        ) from None
+
+
+def _level(tier: SlotTier, policy: str, demote_ahead: float) -> MemoryLevel:
+    return MemoryLevel(tier, make_policy(policy, tier.usage().capacity_bytes), demote_ahead)
+
+
+def _cold_path(config: Config) -> Path:
+    if config.cold.path is not None:
+        return config.cold.path
+    if config.state_dir is None and config.cold.capacity:
+        raise ConfigError("the cold tier has no place", remedy="set cold.path or state_dir")
+    return (config.state_dir or Path()) / "cold"
+
+
+def _segment_bytes(capacity: int) -> int:
+    """A sixteenth of the capacity, within bounds: small enough to recycle often, large enough to seal seldom."""
+    return max(min(MIN_SEGMENT, capacity // 4), min(MAX_SEGMENT, capacity // 16))
+
+
+def _instance(state_dir: Path | None) -> str:
+    """Name of this cache's shared-memory files: the same after a restart, so that leftovers are found and removed."""
+    if state_dir is None:
+        return f"tierkv-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"tierkv-{os.getuid()}-{blake2b(str(state_dir.resolve()).encode(), digest_size=6).hexdigest()}"
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove shared memory of killed processes that had no state directory, and so no name to find it by again."""
+    for path in directory.glob(f"tierkv-{os.getuid()}-*-*.*"):
+        pid = path.name.split("-")[2]
+        if not pid.isdecimal() or Path("/proc", pid).exists():
+            continue
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                # A process of another PID namespace still holds its lock.
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot create {path}: {error.strerror}", remedy="choose another state_dir") from None
+
+
+def _secret(state_dir: Path | None) -> bytes:
+    """Read the server secret, or make one. Keys derived from it outlive restarts only with a state directory."""
+    if state_dir is None:
+        return secrets.token_bytes(_SECRET_BYTES)
+    path = state_dir / "secret"
+    try:
+        if not path.exists():
+            _write_secret(path)
+        secret, mode = path.read_bytes(), path.stat().st_mode
+    except OSError as error:
+        raise StorageError(f"cannot use {path}: {error.strerror}", remedy="choose another state_dir") from None
+    if len(secret) != _SECRET_BYTES:
+        raise ConfigError(
+            f"{path} does not hold a secret of {_SECRET_BYTES} bytes",
+            remedy="restore it, or remove it together with the cold tier, whose blocks are lost without it",
+        )
+    if mode & 0o077:
+        raise ConfigError(f"{path} is open to other users", remedy=f"chmod 600 {path}")
+    return secret
+
+
+def _write_secret(path: Path) -> None:
+    """Make the secret appear whole or not at all; of two processes that write one, both go on with the first."""
+    unfinished = path.with_name(f"secret.{secrets.token_hex(8)}")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(unfinished, path)
+    finally:
+        unfinished.unlink()
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,188 @@
+"""Demotion: copying dirty blocks to the next slower tier, in batches, before their room is needed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from threading import Lock
+
+from tierkv.core.counters import Counters
+from tierkv.core.index import Entry, Index
+from tierkv.core.placement import Placement
+from tierkv.errors import CorruptBlock, NotFound, TierKVError
+from tierkv.storage.tier import Tier, verify
+from tierkv.storage.transfer import copy_block
+
+__all__ = ["Demoter"]
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 32 << 20
+RETRY_S = 5.0
+
+
+class Demoter:
+    """Moves dirty blocks down. One batch at a time, whoever asks for it.
+
+    Parameters
+    ----------
+    lock
+        The engine's lock.
+    """
+
+    def __init__(self, placement: Placement, index: Index, counters: Counters, lock: Lock) -> None:
+        self._placement = placement
+        self._index = index
+        self._counters = counters
+        self._lock = lock
+        self._one_at_a_time = Lock()
+        self._refused_until = 0.0
+
+    def run(self, *, everything: bool = False) -> int:
+        """Demote one batch from the slowest memory tier that needs it; return how many blocks were dealt with. Blocks.
+
+        `everything` also moves what is within the allowance of dirty bytes, and tries again at once after a refusal.
+        """
+        with self._one_at_a_time:
+            for level in reversed(range(len(self._placement.memory))):
+                with self._lock:
+                    batch = self._pick(level, everything)
+                if batch and (dealt_with := self._demote(level, batch)):
+                    return dealt_with
+        return 0
+
+    def drain(self) -> None:
+        """Demote what is dirty now, down to the last tier. Blocks.
+
+        Not more: a cold tier that is smaller than memory gives up blocks for those that arrive, without end.
+        """
+        with self._lock:
+            memory = self._placement.memory
+            left = sum(len(m.dirty) * (len(memory) - level) for level, m in enumerate(memory))
+        while left > 0 and (dealt_with := self.run(everything=True)):
+            left -= dealt_with
+
+    def waiting(self) -> bool:
+        """Say whether `run` would find something to do now (called with the engine's lock held)."""
+        if time.monotonic() < self._refused_until:
+            return False
+        return any(self._placement.overdue(level) for level in range(len(self._placement.memory)))
+
+    def _pick(self, level: int, everything: bool) -> list[Entry]:
+        if not everything and (time.monotonic() < self._refused_until or not self._placement.overdue(level)):
+            return []
+        self._placement.memory[level].pressed = False
+        batch: list[Entry] = []
+        size = 0
+        for entry in self._placement.memory[level].dirty.values():
+            if entry.key in self._placement.purging:
+                continue
+            if batch and size + entry.meta.length > BATCH_BYTES:
+                break
+            entry.pins += 1
+            batch.append(entry)
+            size += entry.meta.length
+        batch.sort(key=lambda e: e.meta.depth, reverse=True)  # tails arrive below first, so that they leave it first
+        return batch
+
+    def _demote(self, level: int, batch: Sequence[Entry]) -> int:
+        placement = self._placement
+        below = level + 1
+        try:
+            if below == placement.cold_level:
+                moved = self._to_cold(level, batch)
+            else:
+                moved = [self._to_memory(level, below, entry) for entry in batch]
+            move = f"{placement.names[level]}>{placement.names[below]}"
+            with self._lock:
+                for entry, done in zip(batch, moved, strict=True):
+                    if done:
+                        self._counters.demoted_blocks[move] += 1
+                        self._counters.demoted_bytes[move] += entry.meta.length
+                # A damaged block was removed instead of moved: that is progress too, what is behind it comes next.
+                dirty = placement.memory[level].dirty
+                return sum(dirty.get(entry.key) is not entry for entry in batch)
+        finally:
+            with self._lock:
+                for entry in batch:
+                    placement.unpin(entry)
+
+    def _to_memory(self, level: int, below: int, entry: Entry) -> bool:
+        source, target = self._placement.memory[level].tier, self._placement.memory[below].tier
+        with self._lock:
+            if not entry.levels or entry.levels >> below & 1:
+                return False
+            slot = self._placement.allocate(below, entry.meta.length)
+        if slot is None:
+            return False
+        arrived = False
+        try:
+            copy_block(source, target, entry.key, slot, entry.meta)
+            with self._lock:
+                if entry.levels and not entry.levels >> below & 1:
+                    self._placement.settle(entry, below, slot)
+                    self._placement.enlist(entry, below)
+                    arrived = True
+        except NotFound:
+            pass  # deleted before the copy began
+        except CorruptBlock as error:
+            with self._lock:
+                self._placement.damaged(entry, level, error.cause)
+        finally:
+            if not arrived:
+                target.discard(slot)
+        return arrived
+
+    def _verified(self, level: int, entry: Entry) -> memoryview | None:
+        """Return the bytes of a pinned block, or None when it is gone or damaged (then it is removed)."""
+        tier = self._placement.memory[level].tier
+        slot = tier.slot(entry.key)
+        if slot is None:
+            return None
+        payload = tier.view(slot, entry.meta.length)
+        try:
+            verify(payload, entry.meta, tier.name)
+        except CorruptBlock as error:
+            with self._lock:
+                self._placement.damaged(entry, level, error.cause)
+            return None
+        return payload
+
+    def _to_cold(self, level: int, batch: Sequence[Entry]) -> list[bool]:
+        cold = self._placement.cold
+        assert cold is not None
+        items = [(entry, payload) for entry in batch if (payload := self._verified(level, entry)) is not None]
+        outcomes = cold.put_many([(entry.key, payload, entry.meta) for entry, payload in items])
+        moved: dict[bytes, bool] = {}
+        unwanted: list[bytes] = []
+        with self._lock:
+            for (entry, _), error in zip(items, outcomes, strict=True):
+                if error is not None:
+                    self._refused(error)
+                    continue
+                stored = cold.meta(entry.key)
+                if stored is None:  # recycled already, and reported
+                    continue
+                if self._index.get(entry.key) is not entry or stored.checksum != entry.meta.checksum:
+                    unwanted.append(entry.key)  # deleted meanwhile, or bytes of another version were there before
+                else:
+                    self._placement.mark_cold(entry)
+                    moved[entry.key] = True
+        self._remove(cold, unwanted)
+        return [moved.get(entry.key, False) for entry in batch]
+
+    def _refused(self, error: TierKVError) -> None:
+        self._counters.refused_demotions[error.slug] += 1
+        now = time.monotonic()
+        if now >= self._refused_until:
+            log.warning("the cold tier refuses blocks: %s", error)
+        self._refused_until = now + RETRY_S
+
+    def _remove(self, cold: Tier, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            with self._lock:
+                again = self._index.get(key)
+                if again is not None and again.levels >> self._placement.cold_level & 1:
+                    continue
+            cold.delete(key)

@@ -1,0 +1,220 @@
+"""Loads: moving published blocks towards the engine, each at most once at a time, shared by all who want it.
+
+A load holds no memory until a worker begins it, so that bytes in flight are bounded by the workers. Workers copy,
+decode and verify without the engine's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
+
+from tierkv.core.counters import Counters
+from tierkv.core.index import Arrival, Entry
+from tierkv.core.placement import Placement
+from tierkv.core.steps import Pause, Step, run
+from tierkv.errors import CorruptBlock, NotFound, TierKVError
+from tierkv.storage.tier import Slot
+from tierkv.storage.transfer import copy_block
+
+__all__ = ["Load", "Loader"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One block on its way to a memory tier.
+
+    Attributes
+    ----------
+    future
+        Done when the load is; True when the block arrived. Never carries an exception.
+    wanted
+        Requests and tickets that still want it; a load nobody wants does not begin.
+    onward
+        Promote to the next faster tier as well once it has arrived.
+    started, ended
+        Monotonic seconds; 0 before.
+    failure
+        Why it did not arrive: a label of `Counters.missed_blocks`.
+    """
+
+    entry: Entry
+    level: int
+    future: Future[bool] = field(default_factory=Future)
+    wanted: int = 1
+    onward: bool = False
+    started: float = 0.0
+    ended: float = 0.0
+    failure: str = "failed"
+
+
+class Loader:
+    """Runs loads on a small pool of threads.
+
+    Parameters
+    ----------
+    lock
+        The engine's lock. `want` and `unwant` are called with it held; workers take it themselves.
+    room
+        Asks for room in the memory tiers, with the lock held; returns a future that is done when there may be some.
+    room_wait_s
+        How long a worker waits for room before its load fails, in seconds; for as long again, others fail at once.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        counters: Counters,
+        lock: Lock,
+        room: Callable[[], Future[None]],
+        *,
+        threads: int,
+        room_wait_s: float,
+    ) -> None:
+        self._placement = placement
+        self._counters = counters
+        self._lock = lock
+        self._room = room
+        self._room_wait_s = room_wait_s
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tierkv-load")
+        self._running: dict[tuple[bytes, int], Load] = {}
+        self._closed = False
+        self._no_room_until = 0.0
+
+    def want(self, entry: Entry, level: int, *, onward: bool = False) -> Load:
+        """Join or start the load of a block into a memory tier. Every call is paired with one `unwant`."""
+        load = self._running.get((entry.key, level))
+        if load is not None and load.entry is entry:
+            load.wanted += 1
+            load.onward |= onward
+            return load
+        load = Load(entry, level, onward=onward)
+        if self._closed:
+            load.future.set_result(False)
+            return load
+        self._running[entry.key, level] = load
+        self._pool.submit(self._work, load)
+        return load
+
+    def unwant(self, load: Load) -> None:
+        """Say that one request no longer wants a load."""
+        load.wanted -= 1
+
+    def try_again(self) -> None:
+        """Let loads wait for room again: somebody who found none has made way (with the lock held)."""
+        self._no_room_until = 0.0
+
+    def close(self) -> None:
+        """Let running loads end and start no more. Blocks."""
+        with self._lock:
+            self._closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            rest = list(self._running.values())
+            self._running.clear()
+        for load in rest:
+            if not load.future.done():
+                load.future.set_result(False)
+
+    def _work(self, load: Load) -> None:
+        arrived = False
+        try:
+            arrived = self._move(load)
+        except Exception:
+            log.exception("a load failed unexpectedly")
+        with self._lock:
+            self._forget(load)
+            if arrived and load.onward and load.level > 0:
+                self.want(load.entry, load.level - 1)
+        load.future.set_result(arrived)
+
+    def _move(self, load: Load) -> bool:
+        entry, level = load.entry, load.level
+        with self._lock:
+            if not load.wanted or not entry.levels:
+                load.failure = "cancelled" if not load.wanted else "absent"
+                self._forget(load)  # at once: nobody may join a load that does not begin
+                return False
+            if entry.levels >> level & 1:
+                return True
+            source = entry.fastest()
+            entry.pins += 1
+            load.started = time.monotonic()
+        slot: Slot | None = None
+        try:
+            slot = run(self._find_room(level, entry.meta.length))
+            if slot is None:
+                load.failure = "no_room"
+                return False
+            self._fill(entry, source, level, slot)
+            with self._lock:
+                load.ended = time.monotonic()
+                if not entry.levels:  # deleted while it was on its way
+                    load.failure = "absent"
+                    return False
+                if entry.levels >> level & 1:  # demoted from a faster tier meanwhile
+                    return True
+                self._placement.settle(entry, level, slot)
+                self._placement.enlist(entry, level)
+                slot = None
+                if source > level:
+                    entry.arrival = entry.arrival or Arrival(source, load.started, load.ended)
+                    move = f"{self._placement.names[source]}>{self._placement.names[level]}"
+                    self._counters.promoted_blocks[move] += 1
+                    self._counters.promoted_bytes[move] += entry.meta.length
+            return True
+        except CorruptBlock as error:
+            load.failure = "corrupt"
+            with self._lock:
+                self._placement.damaged(entry, source, error.cause)
+            return False
+        except NotFound:
+            load.failure = "absent"
+            with self._lock:
+                if entry.levels >> source & 1:
+                    self._placement.lost_level(entry, source, "evicted")
+            return False
+        except TierKVError:
+            load.failure = "failed"
+            return False
+        finally:
+            with self._lock:
+                if slot is not None:
+                    self._placement.memory[level].tier.discard(slot)
+                self._placement.unpin(entry)
+
+    def _forget(self, load: Load) -> None:
+        if self._running.get((load.entry.key, load.level)) is load:
+            del self._running[load.entry.key, load.level]
+
+    def _find_room(self, level: int, length: int) -> Step[Slot | None]:
+        now = time.monotonic()
+        deadline = now if now < self._no_room_until else now + self._room_wait_s
+        while True:
+            with self._lock:
+                slot = self._placement.allocate(level, length)
+                if slot is not None:
+                    return slot
+                if time.monotonic() >= deadline:
+                    self._no_room_until = time.monotonic() + self._room_wait_s
+                    return None
+                room = self._room()
+            yield Pause([room], deadline)
+
+    def _fill(self, entry: Entry, source: int, level: int, slot: Slot) -> None:
+        """Copy a block's verified bytes into a slot of a memory tier."""
+        placement = self._placement
+        target = placement.memory[level].tier
+        if source != placement.cold_level:
+            copy_block(placement.memory[source].tier, target, entry.key, slot, entry.meta)
+            return
+        assert placement.cold is not None
+        meta = placement.cold.read_into(entry.key, target.view(slot, entry.meta.length))
+        if (meta.length, meta.checksum) != (entry.meta.length, entry.meta.checksum):
+            raise NotFound("the cold tier holds another version of the block")

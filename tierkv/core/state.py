@@ -1,0 +1,88 @@
+"""What the parts of the engine share: one lock, and the tables it protects."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Lock
+
+from tierkv.core.counters import Counters
+from tierkv.core.index import Index
+from tierkv.core.leases import Draft, LeaseTable, WriteRecord
+from tierkv.core.placement import Placement
+from tierkv.errors import NotFound
+from tierkv.keys import block_key
+from tierkv.spec import BlockLayout, KVSpec
+from tierkv.storage.tier import Slot, SlotTier
+
+__all__ = ["NamespaceInfo", "Room", "State", "Tenant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One tenant: its display name, its secret key, and the 8-byte id that blocks are counted under."""
+
+    name: str
+    key: bytes
+    id: bytes
+
+    def block_key(self, chain_hash: bytes, group: int) -> bytes:
+        return block_key(self.key, chain_hash, group)
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """A registered spec with what is derived from it."""
+
+    name: str
+    fingerprint: bytes
+    spec: KVSpec
+    layouts: tuple[BlockLayout, ...]
+
+
+class Room:
+    """Tells those who wait that room may have become free."""
+
+    def __init__(self) -> None:
+        self._next: Future[None] = Future()
+
+    def next(self) -> Future[None]:
+        """Return a future that the next `signal` completes."""
+        return self._next
+
+    def signal(self) -> None:
+        done, self._next = self._next, Future()
+        done.set_result(None)
+
+
+@dataclass(slots=True)
+class State:
+    """Everything below is read and written with `lock` held; no bytes are copied, hashed or written meanwhile.
+
+    Attributes
+    ----------
+    writing
+        Blocks some lease is writing, by key.
+    waiting
+        Written blocks by the key of the predecessor they wait for.
+    quarantine
+        Slots of writers that lost their lease, with the monotonic time when they may be reused.
+    """
+
+    placement: Placement
+    index: Index
+    counters: Counters
+    lock: Lock
+    leases: LeaseTable = field(default_factory=LeaseTable)
+    namespaces: dict[str, NamespaceInfo] = field(default_factory=dict)
+    writing: dict[bytes, Draft] = field(default_factory=dict)
+    waiting: dict[bytes, list[tuple[WriteRecord, Draft]]] = field(default_factory=dict)
+    quarantine: list[tuple[float, SlotTier, Slot]] = field(default_factory=list)
+    room: Room = field(default_factory=Room)
+
+    def namespace(self, name: str) -> NamespaceInfo:
+        """Return a registered namespace or raise `NotFound`."""
+        try:
+            return self.namespaces[name]
+        except KeyError:
+            raise NotFound(f"namespace {name[:64]} is not registered", remedy="register its spec first") from None

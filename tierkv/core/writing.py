@@ -1,0 +1,297 @@
+"""Writing: reserve, commit and abort."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tierkv.cache import Grant, Written
+from tierkv.core.index import Entry
+from tierkv.core.leases import Draft, LeaseTable, WriteRecord
+from tierkv.core.state import NamespaceInfo, State, Tenant
+from tierkv.core.steps import Pause, Step
+from tierkv.errors import ChecksumMismatch, InvalidRequest
+from tierkv.storage.tier import NO_PARENT, BlockMeta, Slot, checksum
+
+__all__ = ["Reserved", "Writer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The result of a reservation.
+
+    `id` is empty when nothing was granted; `deadline` is the lease's, on the monotonic clock; times in seconds.
+    """
+
+    id: str
+    deadline: float
+    waited_s: float
+    grants: tuple[Grant, ...]
+
+
+class Writer:
+    """Hands out slots and publishes what was written into them.
+
+    Parameters
+    ----------
+    wake
+        Called (with the lock held) when blocks may have become due for demotion.
+    quarantine_s
+        Seconds for which the slot of a writer that lost its lease is kept from reuse: such a writer may not know yet.
+    """
+
+    def __init__(self, state: State, wake: Callable[[], None], quarantine_s: float) -> None:
+        self._state = state
+        self._wake = wake
+        self._quarantine_s = quarantine_s
+        # Without a cold tier eviction from memory unpublishes: a chain must not lose its head while it is written.
+        self._hold = state.placement.cold is None
+
+    def reserve(
+        self,
+        tenant: Tenant,
+        namespace: str,
+        hashes: Sequence[bytes],
+        *,
+        start: int,
+        stop: int | None,
+        wait_s: float,
+        ttl_s: float,
+        tiers: frozenset[str],
+    ) -> Step[Reserved]:
+        """See `tierkv.cache.Cache.reserve`. `tiers`: the memory tiers the caller can write in place."""
+        state = self._state
+        asked = time.monotonic()
+        deadline = asked + wait_s
+        stop = len(hashes) if stop is None else stop
+        if not 0 <= start <= stop <= len(hashes):
+            raise InvalidRequest(f"blocks [{start}, {stop}) are not within a chain of {len(hashes)}")
+        with state.lock:
+            info = state.namespace(namespace)
+            lease = WriteRecord(LeaseTable.new_id(), tenant.id, time.monotonic() + ttl_s, {})
+            lease.chain = self._hold_prefix(tenant, info, hashes[:stop])
+        levels = [level for level, memory in enumerate(state.placement.memory) if memory.tier.name in tiers]
+        todo = [(index, group) for index in range(start, stop) for group in range(len(info.layouts))]
+        grants: list[Grant] = []
+        handed_over = False
+        try:
+            while todo:
+                last_try = time.monotonic() >= deadline
+                with state.lock:
+                    while todo:
+                        grant = self._grant(lease, tenant, info, hashes, todo[0], levels, lossy=last_try)
+                        if grant is None:
+                            break
+                        grants.append(grant)
+                        todo.pop(0)
+                    room = state.room.next()
+                    if todo:
+                        self._wake()
+                if todo and last_try:
+                    grants.extend(Grant(index, group, "no_room") for index, group in todo)
+                    break
+                if todo:
+                    yield Pause([room], deadline)
+            with state.lock:
+                if lease.drafts:  # not live before: it must not expire while it waits for room
+                    lease.deadline = time.monotonic() + ttl_s
+                    state.leases.add(lease)
+                    handed_over = True
+            waited_s = lease.deadline - ttl_s - asked
+            return Reserved(lease.id if handed_over else "", lease.deadline, waited_s, tuple(grants))
+        finally:
+            if not handed_over:
+                with state.lock:
+                    self.end(lease, quarantine=False)
+
+    def commit(self, tenant: Tenant, lease_id: str, written: Sequence[Written]) -> int:
+        """See `tierkv.cache.WriteLease.commit`. Reads every block once to verify it."""
+        state = self._state
+        if len({(block.index, block.group) for block in written}) < len(written):
+            raise InvalidRequest("a block is named twice in one commit", remedy="commit each granted block once")
+        with state.lock:
+            lease = self._find(tenant, lease_id)
+            drafts = [self._draft(lease, block) for block in written]
+        for draft, block in zip(drafts, written, strict=True):
+            view = state.placement.memory[draft.level].tier.view(draft.slot, block.length)
+            if checksum(view) != block.checksum:
+                with state.lock:
+                    self._discard(lease, draft, quarantine=True)
+                raise ChecksumMismatch(
+                    f"block {block.index} of group {block.group} does not match the checksum it was committed with",
+                    remedy="nothing of this commit was published; write the block again under a new reservation",
+                )
+        with state.lock:
+            # The lease may have expired, or a block been committed by another thread, meanwhile.
+            lease = self._find(tenant, lease_id)
+            drafts = [self._draft(lease, block) for block in written]
+            for draft, block in zip(drafts, written, strict=True):
+                draft.meta = replace(draft.meta, checksum=block.checksum)
+                draft.written = True
+            for draft in sorted(drafts, key=lambda d: d.index):
+                self._publish_or_wait(lease, draft)
+            if any(map(state.placement.overdue, range(len(state.placement.memory)))):
+                self._wake()
+        return len(drafts)
+
+    def grants(self, tenant: Tenant, lease_id: str) -> list[Grant]:
+        """Return the blocks still to be written under a live lease. Raises `LeaseLost`."""
+        state = self._state
+        with state.lock:
+            open_drafts = [draft for draft in self._find(tenant, lease_id).drafts.values() if not draft.written]
+            return [self._granted(draft) for draft in open_drafts]
+
+    def holds(self, tenant: Tenant, lease_id: str, grant: Grant) -> bool:
+        """Say whether a granted block may still be written under a live lease. Raises `LeaseLost`."""
+        with self._state.lock:
+            draft = self._find(tenant, lease_id).drafts.get((grant.index, grant.group))
+            return draft is not None and not draft.written
+
+    def abort(self, tenant: Tenant, lease_id: str) -> None:
+        """End a write lease; what was committed stays. Raises `LeaseLost`."""
+        state = self._state
+        with state.lock:
+            lease = self._find(tenant, lease_id)
+            for draft in [d for d in lease.drafts.values() if not d.written]:
+                self._discard(lease, draft, quarantine=False)
+            lease.closed = True
+            self._end_if_done(lease)
+
+    def end(self, lease: WriteRecord, *, quarantine: bool) -> None:
+        """Give back what a lease still holds (with the lock held).
+
+        The whole chain is renewed from its tail to its head, so that later eviction takes the tail first.
+        """
+        placement = self._state.placement
+        for draft in list(lease.drafts.values()):
+            self._discard(lease, draft, quarantine=quarantine)
+        for entry in sorted(lease.chain + lease.published, key=lambda e: e.meta.depth, reverse=True):
+            placement.touch(entry, again=False)
+            if self._hold:
+                placement.unpin(entry)
+        lease.chain, lease.published = [], []
+        self._state.room.signal()
+
+    def _end_if_done(self, lease: WriteRecord) -> None:
+        """End a closed lease unless committed blocks of it still wait, until its deadline, for a predecessor."""
+        if lease.closed and not lease.drafts:
+            self._state.leases.remove(lease)
+            self.end(lease, quarantine=False)
+
+    def _find(self, tenant: Tenant, lease_id: str) -> WriteRecord:
+        lease = self._state.leases.find(lease_id, tenant.id)
+        if not isinstance(lease, WriteRecord):
+            raise InvalidRequest("this lease is for reading", remedy="commit and abort take the lease of a reservation")
+        return lease
+
+    def _hold_prefix(self, tenant: Tenant, info: NamespaceInfo, hashes: Sequence[bytes]) -> list[Entry]:
+        """Return the published blocks a chain begins with, held for as long as its lease lasts."""
+        prefix: list[Entry] = []
+        for chain_hash in hashes:
+            found = [self._state.index.get(tenant.block_key(chain_hash, g)) for g in range(len(info.layouts))]
+            if not any(found):
+                break
+            prefix.extend(entry for entry in found if entry is not None)
+        for entry in prefix:
+            entry.pins += self._hold
+        return prefix
+
+    def _grant(
+        self,
+        lease: WriteRecord,
+        tenant: Tenant,
+        info: NamespaceInfo,
+        hashes: Sequence[bytes],
+        block: tuple[int, int],
+        levels: Sequence[int],
+        *,
+        lossy: bool,
+    ) -> Grant | None:
+        """Answer for one block, or None when there is no room for it yet."""
+        state = self._state
+        index, group = block
+        key = tenant.block_key(hashes[index], group)
+        if key in state.index:
+            return Grant(index, group, "present")
+        if key in state.writing:
+            return Grant(index, group, "busy")
+        layout = info.layouts[group]
+        found = self._allocate(layout.nbytes, levels, lossy=lossy)
+        if found is None:
+            return None
+        level, slot = found
+        parent = tenant.block_key(hashes[index - 1], group) if index else NO_PARENT
+        meta = BlockMeta(layout.nbytes, 0, parent, info.fingerprint, tenant.id, index, group, layout)
+        draft = Draft(index, key, meta, level, slot)
+        lease.drafts[block] = draft
+        state.writing[key] = draft
+        return self._granted(draft)
+
+    def _allocate(self, length: int, levels: Sequence[int], *, lossy: bool) -> tuple[int, Slot] | None:
+        """Take a slot in the fastest of `levels` that has room. Blocks are lost for it only when none has."""
+        for losing in (False, True) if lossy else (False,):
+            for level in levels:
+                slot = self._state.placement.allocate(level, length, lossy=losing)
+                if slot is not None:
+                    return level, slot
+        return None
+
+    def _granted(self, draft: Draft) -> Grant:
+        tier = self._state.placement.memory[draft.level].tier
+        return Grant(draft.index, draft.meta.group, "granted", tier.name, draft.slot.offset, draft.meta.length)
+
+    @staticmethod
+    def _draft(lease: WriteRecord, block: Written) -> Draft:
+        draft = lease.drafts.get((block.index, block.group))
+        if draft is None or draft.written:
+            raise InvalidRequest(
+                f"block {block.index} of group {block.group} is not open under this lease",
+                remedy="commit each granted block once",
+            )
+        if block.length != draft.meta.length:
+            raise InvalidRequest(f"block {block.index} has {draft.meta.length} bytes, the commit says {block.length}")
+        return draft
+
+    def _publish_or_wait(self, lease: WriteRecord, draft: Draft) -> None:
+        """Publish a written block, and what waited for it, if its own predecessor is published."""
+        state = self._state
+        ready = [(lease, draft)]
+        while ready:
+            owner, block = ready.pop()
+            parent = block.meta.parent
+            windowed = self._is_windowed(block.meta)
+            if parent != NO_PARENT and parent not in state.index and not windowed:
+                state.waiting.setdefault(parent, []).append((owner, block))
+                continue
+            del owner.drafts[block.index, block.meta.group]
+            del state.writing[block.key]
+            entry = Entry(block.key, block.meta)
+            entry.pins += self._hold
+            state.index.add(entry)
+            state.placement.settle(entry, block.level, block.slot)
+            state.placement.enlist(entry, block.level)
+            owner.published.append(entry)
+            state.counters.stored_blocks += 1
+            state.counters.stored_bytes += block.meta.length
+            ready.extend(state.waiting.pop(block.key, ()))
+            self._end_if_done(owner)
+
+    def _is_windowed(self, meta: BlockMeta) -> bool:
+        info = self._state.namespaces[meta.namespace.hex()]
+        return info.spec.groups[meta.group].kind == "sliding_window"
+
+    def _discard(self, lease: WriteRecord, draft: Draft, *, quarantine: bool) -> None:
+        """Give up a draft. Its slot is kept from reuse for a while if its writer may still be at it."""
+        state = self._state
+        if lease.drafts.pop((draft.index, draft.meta.group), None) is None:
+            return
+        state.writing.pop(draft.key, None)
+        waiting = [pair for pair in state.waiting.pop(draft.meta.parent, ()) if pair[1] is not draft]
+        if waiting:
+            state.waiting[draft.meta.parent] = waiting
+        tier = state.placement.memory[draft.level].tier
+        if quarantine:
+            state.quarantine.append((time.monotonic() + self._quarantine_s, tier, draft.slot))
+        else:
+            tier.discard(draft.slot)

@@ -1,0 +1,142 @@
+"""The cache embedded in the caller's process: `tierkv.open(config)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tierkv.cache import BlockRef, Cache, Chain, Grant, Hit, ReadLease, Ticket, TicketProgress, WriteLease, Written
+from tierkv.config import Config
+from tierkv.core.build import build_engine
+from tierkv.core.engine import Engine
+from tierkv.core.state import Tenant
+from tierkv.core.steps import run
+from tierkv.handles import LeasedReader, LeasedWriter
+from tierkv.spec import KVSpec
+from tierkv.storage.tier import Slot
+
+__all__ = ["EmbeddedCache", "open_cache"]
+
+
+def open_cache(config: Config, tenant: str = "default") -> EmbeddedCache:
+    """Build a cache in this process. Errors as `tierkv.core.build.build_engine`. Blocks while memory is allocated."""
+    return EmbeddedCache(build_engine(config), tenant)
+
+
+class EmbeddedCache(Cache):
+    """One tenant's view of an engine in this process. Closing it closes the engine."""
+
+    def __init__(self, engine: Engine, tenant: str) -> None:
+        self.engine = engine
+        self._tenant = engine.tenant(tenant)
+        self._plane = _EnginePlane(engine, self._tenant)
+        self._tiers = frozenset(m.tier.name for m in engine.placement.memory if m.tier.addressable)
+
+    def for_tenant(self, tenant: str) -> EmbeddedCache:
+        """Another tenant's view of the same engine."""
+        return EmbeddedCache(self.engine, tenant)
+
+    def register(self, spec: KVSpec) -> str:
+        return self.engine.register(spec).name
+
+    def lookup(self, chain: Chain) -> Hit:
+        return self.engine.reader.lookup(self._tenant, chain.namespace, chain.hashes)
+
+    def prefetch(self, chain: Chain) -> Ticket:
+        return _EngineTicket(
+            self.engine, self._tenant, self.engine.reader.prefetch(self._tenant, chain.namespace, chain.hashes)
+        )
+
+    def acquire(
+        self, chain: Chain, *, wait_s: float = 10.0, ttl_s: float = 30.0, max_blocks: int | None = None
+    ) -> ReadLease:
+        acquired = run(
+            self.engine.reader.acquire(
+                self._tenant,
+                chain.namespace,
+                chain.hashes,
+                wait_s=wait_s,
+                ttl_s=ttl_s,
+                max_blocks=max_blocks,
+                tiers=self._tiers,
+            )
+        )
+        return LeasedReader(
+            self._plane,
+            acquired.id,
+            acquired.blocks,
+            hit_blocks=acquired.hit_blocks,
+            hit_tokens=acquired.hit_tokens,
+            published_blocks=acquired.published_blocks,
+            tokens_by_tier=acquired.tokens_by_tier,
+            waited_s=acquired.waited_s,
+            deadline=acquired.deadline,
+        )
+
+    def reserve(
+        self, chain: Chain, *, start: int = 0, stop: int | None = None, wait_s: float = 1.0, ttl_s: float = 60.0
+    ) -> WriteLease:
+        reserved = run(
+            self.engine.writer.reserve(
+                self._tenant,
+                chain.namespace,
+                chain.hashes,
+                start=start,
+                stop=stop,
+                wait_s=wait_s,
+                ttl_s=ttl_s,
+                tiers=self._tiers,
+            )
+        )
+        return LeasedWriter(self._plane, reserved.id, reserved.grants, deadline=reserved.deadline)
+
+    def delete(self, chain: Chain) -> int:
+        return self.engine.delete(self._tenant, chain.namespace, chain.hashes[-1]) if chain.hashes else 0
+
+    def clear(self, namespace: str) -> int:
+        return self.engine.clear(self._tenant, namespace)
+
+    def flush(self) -> None:
+        self.engine.flush()
+
+    def stats(self) -> dict[str, Any]:
+        return self.engine.stats()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class _EnginePlane:
+    def __init__(self, engine: Engine, tenant: Tenant) -> None:
+        self._engine = engine
+        self._tenant = tenant
+        self._tiers = {memory.tier.name: memory.tier for memory in engine.placement.memory}
+
+    def view(self, block: BlockRef | Grant) -> memoryview:
+        return self._tiers[block.tier].view(Slot(block.offset, block.length), block.length)
+
+    def commit(self, lease_id: str, written: Sequence[Written]) -> int:
+        return self._engine.writer.commit(self._tenant, lease_id, written)
+
+    def abort(self, lease_id: str) -> None:
+        self._engine.writer.abort(self._tenant, lease_id)
+
+    def release(self, lease_id: str, corrupt: Sequence[tuple[int, int]]) -> None:
+        self._engine.release(self._tenant, lease_id, corrupt)
+
+    def renew(self, lease_id: str, ttl_s: float) -> float:
+        self._engine.renew(self._tenant, lease_id, ttl_s)
+        return ttl_s
+
+
+class _EngineTicket(Ticket):
+    def __init__(self, engine: Engine, tenant: Tenant, ticket_id: str) -> None:
+        self.id = ticket_id
+        self._engine = engine
+        self._tenant = tenant
+
+    def progress(self) -> TicketProgress:
+        return self._engine.reader.progress(self._tenant, self.id)
+
+    def cancel(self) -> None:
+        self._engine.reader.cancel(self._tenant, self.id)

@@ -1,0 +1,174 @@
+"""Leases as callers hold them: the same behaviour over an embedded cache, shared memory and HTTP bodies.
+
+What differs between those is a `Plane`: where a block's bytes are, and how the other side is told. Verification, local
+deadlines and the order of things are here, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from tierkv.cache import BlockRef, Grant, ReadLease, WriteLease, Written
+from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, LeaseLost
+
+__all__ = ["LeasedReader", "LeasedWriter", "Plane"]
+
+
+class Plane(Protocol):
+    """How a lease reaches its bytes and its owner."""
+
+    def view(self, block: BlockRef | Grant) -> memoryview:
+        """Return a block's memory: readable, and writable for a grant."""
+
+    def commit(self, lease_id: str, written: Sequence[Written]) -> int:
+        """Publish written blocks."""
+
+    def abort(self, lease_id: str) -> None:
+        """End a write lease."""
+
+    def release(self, lease_id: str, corrupt: Sequence[tuple[int, int]]) -> None:
+        """End a read lease, naming blocks (index, group) that failed verification."""
+
+    def renew(self, lease_id: str, ttl_s: float) -> float:
+        """Move a lease's deadline; return the seconds granted, which may be fewer."""
+
+
+class LeasedReader(ReadLease):
+    """A `ReadLease` over a plane. `asked` is the monotonic time before the request: the local deadline counts from it,
+    so that it never ends later than the owner's. An empty `lease_id` is a lease on
+    nothing, which the owner does not know."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        lease_id: str,
+        blocks: Iterable[BlockRef],
+        *,
+        hit_blocks: int,
+        hit_tokens: int,
+        published_blocks: int,
+        tokens_by_tier: Mapping[str, int],
+        waited_s: float,
+        deadline: float,
+    ) -> None:
+        self.id = lease_id
+        self.blocks = tuple(blocks)
+        self.hit_blocks = hit_blocks
+        self.hit_tokens = hit_tokens
+        self.published_blocks = published_blocks
+        self.tokens_by_tier = tokens_by_tier
+        self.waited_s = waited_s
+        self._plane = plane
+        self._refs = {(ref.index, ref.group): ref for ref in self.blocks}
+        self._deadline = deadline
+        self._corrupt: list[tuple[int, int]] = []
+        self._released = False
+
+    def view(self, index: int, group: int = 0) -> memoryview:
+        ref = self._ref(index, group)
+        data = self._plane.view(ref).toreadonly()
+        self._verify(data, ref)
+        return data
+
+    def read_into(self, index: int, out: memoryview, group: int = 0) -> None:
+        ref = self._ref(index, group)
+        if len(out) < ref.length:
+            raise BodyMismatch(f"a block of {ref.length} bytes does not fit a buffer of {len(out)}")
+        target = out[: ref.length]
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(self._plane.view(ref), np.uint8))
+        self._verify(target, ref)
+
+    def renew(self, ttl_s: float) -> None:
+        asked = time.monotonic()
+        self._check_live()
+        self._deadline = asked + (self._plane.renew(self.id, ttl_s) if self.id else ttl_s)
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            if not self.id:
+                return
+            with contextlib.suppress(LeaseLost):
+                self._plane.release(self.id, self._corrupt)
+
+    def _ref(self, index: int, group: int) -> BlockRef:
+        self._check_live()
+        try:
+            return self._refs[index, group]
+        except KeyError:
+            raise InvalidRequest(f"block {index} of group {group} is not part of this lease") from None
+
+    def _check_live(self) -> None:
+        if self._released or time.monotonic() >= self._deadline:
+            raise LeaseLost("the read lease has ended", remedy="acquire again, with a longer ttl_s")
+
+    def _verify(self, data: memoryview, ref: BlockRef) -> None:
+        matches = xxhash.xxh3_64_intdigest(data) == ref.checksum
+        self._check_live()  # after the deadline the memory may be somebody else's: not this block's damage
+        if not matches:
+            self._corrupt.append((ref.index, ref.group))
+            raise CorruptBlock(
+                f"block {ref.index} of group {ref.group} in the {ref.tier} tier does not match its checksum",
+                remedy="recompute it; the damaged copy is removed when the lease is released",
+            )
+
+
+class LeasedWriter(WriteLease):
+    """A `WriteLease` over a plane. `deadline` as in `LeasedReader`."""
+
+    def __init__(self, plane: Plane, lease_id: str, grants: Iterable[Grant], *, deadline: float) -> None:
+        self.id = lease_id
+        self.grants = tuple(grants)
+        self._plane = plane
+        self._open = {(grant.index, grant.group): grant for grant in self.granted}
+        self._deadline = deadline
+        self._ended = False
+
+    def buffer(self, index: int, group: int = 0) -> memoryview:
+        self._check_live()
+        try:
+            return self._plane.view(self._open[index, group])
+        except KeyError:
+            raise InvalidRequest(f"block {index} of group {group} is not open under this lease") from None
+
+    def commit(self, indices: Iterable[int] | None = None) -> int:
+        self._check_live()
+        still_open = dict(self._open)  # another thread may be committing too
+        known = {index for index, _ in still_open}
+        wanted = known if indices is None else set(indices)
+        if wanted - known:
+            raise InvalidRequest(
+                f"blocks {sorted(wanted - known)} are not open under this lease",
+                remedy="commit each granted block once",
+            )
+        grants = [grant for grant in still_open.values() if grant.index in wanted]
+        if not grants:
+            return 0
+        written = [Written(g.index, g.group, g.length, xxhash.xxh3_64_intdigest(self._plane.view(g))) for g in grants]
+        accepted = self._plane.commit(self.id, written)
+        for grant in grants:
+            self._open.pop((grant.index, grant.group), None)
+        return accepted
+
+    def renew(self, ttl_s: float) -> None:
+        asked = time.monotonic()
+        self._check_live()
+        self._deadline = asked + (self._plane.renew(self.id, ttl_s) if self.id else ttl_s)
+
+    def abort(self) -> None:
+        if not self._ended:
+            self._ended = True
+            if not self.id:
+                return
+            with contextlib.suppress(LeaseLost):
+                self._plane.abort(self.id)
+
+    def _check_live(self) -> None:
+        if self._ended or time.monotonic() >= self._deadline:
+            raise LeaseLost("the write lease has ended", remedy="reserve again, with a longer ttl_s")
