@@ -1,0 +1,116 @@
+"""The command line. Commands are thin: each calls one function of the package that does the work."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from tierkv import __version__
+from tierkv.errors import TierKVError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="tierkv",
+    help="A tiered key/value cache for LLM inference: GPU pages, shared memory, compressed LMDB.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; see configs/default.yaml.")]
+SocketOption = Annotated[Path | None, typer.Option("--socket", help="Unix socket to listen on.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")]
+UrlOption = Annotated[
+    str, typer.Option("--url", envvar="TIERKV_URL", help="unix:///path/to/socket or http://127.0.0.1:port")
+]
+StateDirOption = Annotated[Path | None, typer.Option("--state-dir", help="Where the secret and the cold tier live.")]
+
+
+def main() -> None:
+    """Run a command; errors end with their class's exit code and one line that names the remedy."""
+    try:
+        app()
+    except TierKVError as error:
+        _fail(error)
+
+
+def _fail(error: TierKVError) -> NoReturn:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text("error: ", "bold red").append(error.message, "default not bold"))
+    if error.remedy:
+        console.print(Text("remedy: ", "bold").append(error.remedy, "not bold"))
+    sys.exit(error.exit_code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(config: ConfigOption = None, socket: SocketOption = None, state_dir: StateDirOption = None) -> None:
+    """Run the daemon until SIGTERM, then flush and leave nothing behind."""
+    import asyncio
+
+    from tierkv.config import load_config, parse_config
+    from tierkv.service.daemon import run_daemon
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = load_config(config) if config else parse_config({})
+    changes = {name: value for name, value in (("socket", socket), ("state_dir", state_dir)) if value is not None}
+    settings = settings.model_copy(update=changes)
+
+    def ready(addresses: list[str]) -> None:
+        hot = f"on {settings.hot.device}" if settings.hot.capacity else "off (set hot.capacity; it needs torch)"
+        cold = str(settings.cold.capacity.human_readable()) if settings.cold.capacity else "off (set cold.capacity)"
+        typer.echo(f"tierkv {__version__} ready on {', '.join(addresses)}")
+        typer.echo(f"tiers: hot {hot}, warm {settings.warm.capacity.human_readable()}, cold {cold}")
+        sys.stdout.flush()
+
+    asyncio.run(run_daemon(settings, ready))
+
+
+@app.command()
+def status(
+    url: UrlOption,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the raw stats.")] = False,
+) -> None:
+    """Show a running daemon's tiers, hits and leases."""
+    import tierkv
+    from tierkv.service.status import print_status
+
+    with tierkv.connect(url) as cache:
+        stats = cache.stats()
+    if as_json:
+        typer.echo(json.dumps(stats))
+    else:
+        print_status(stats)
+
+
+@app.command()
+def demo(json_path: JsonOption = None) -> None:
+    """Serve a real model through all tiers and a restart, and compare every token with an uncached run."""
+    from rich.console import Console
+
+    from tierkv.service.demo import run
+
+    raise typer.Exit(run(json_path, Console()))

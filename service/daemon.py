@@ -1,0 +1,165 @@
+"""The daemon's life: open the cache, listen, drain, flush, leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from tierkv.config import Config
+from tierkv.core.build import build_engine
+from tierkv.errors import ConfigError, StorageError, StoreInUse
+from tierkv.service.app import make_app
+from tierkv.service.context import Context
+
+__all__ = ["run_daemon"]
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 5.0
+ANSWER_S = 1.0
+"""For answers of drained requests to be written; after that connections are cut."""
+KEEP_ALIVE_S = 75.0
+_BACKLOG = 128
+_PROBE_S = 1.0
+
+
+async def run_daemon(config: Config, on_ready: Callable[[list[str]], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then finish running requests, flush to the cold tier and close.
+
+    Parameters
+    ----------
+    on_ready
+        Called once with the addresses that accept connections.
+
+    Raises `ConfigError`, `StorageError` or `StoreInUse` for an address that cannot be had, and what `build_engine`
+    raises.
+    """
+    if config.socket is None and config.port is None:
+        raise ConfigError("the daemon has no address", remedy="set socket, or port for TCP on the loopback interface")
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with contextlib.AsyncExitStack() as stack:
+        listeners = []
+        if config.socket is not None:
+            listeners.append(stack.enter_context(_unix_socket(config.socket)))
+        if config.port is not None:
+            listeners.append(stack.enter_context(_tcp_socket(config.host, config.port)))
+        engine = await asyncio.to_thread(build_engine, config)
+        stack.push_async_callback(asyncio.to_thread, engine.close)
+        context = Context(config, engine)
+        stack.callback(context.threads.shutdown)
+        runner = web.AppRunner(
+            make_app(context),
+            handler_cancellation=True,
+            shutdown_timeout=ANSWER_S,
+            keepalive_timeout=KEEP_ALIVE_S,
+            auto_decompress=False,
+            access_log=None,
+            logger=_http_log(),
+        )
+        stack.push_async_callback(runner.cleanup)
+        await runner.setup()
+        for listener in listeners:
+            await web.SockSite(runner, listener, backlog=_BACKLOG).start()
+        stack.push_async_callback(context.requests.drain, DRAIN_S)
+        on_ready([_address(listener) for listener in listeners])
+        await stop.wait()
+        log.info("stopping: draining requests, then flushing to the cold tier")
+
+
+def _http_log() -> logging.Logger:
+    logger = logging.getLogger(f"{__name__}.http")
+    logger.filters = [_names_no_bytes]
+    return logger
+
+
+def _names_no_bytes(record: logging.LogRecord) -> bool:
+    """aiohttp logs a request it cannot parse together with the bytes it choked on: a block's, or somebody's token."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+@contextlib.contextmanager
+def _unix_socket(path: Path) -> Iterator[socket.socket]:
+    """Listen on a Unix socket only its owner may use; a socket that a killed daemon left is replaced.
+
+    Connections queue from the start: a second daemon that comes while this one still allocates memory finds it alive.
+    """
+    _remove_dead_socket(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        mask = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+            listener.listen(_BACKLOG)
+            ours = path.lstat()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {path}: {error.strerror or error}",
+                remedy="choose a socket path in an existing directory this user may write to",
+            ) from None
+        finally:
+            os.umask(mask)
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(ours, path.lstat()):
+                    path.unlink()
+
+
+def _remove_dead_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(str(path))
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            if not path.is_socket():
+                raise StorageError(
+                    f"{path} exists and is not a socket", remedy="choose another socket path, or remove it"
+                ) from None
+            path.unlink()
+            return
+        except (BlockingIOError, TimeoutError):  # its queue is full: somebody holds it, if only just
+            pass
+        except OSError as error:
+            raise ConfigError(
+                f"cannot use the socket {path}: {error.strerror or error}", remedy="choose another socket path"
+            ) from None
+    raise StoreInUse(f"a daemon is listening on {path} already", remedy="stop it or choose another socket")
+
+
+@contextlib.contextmanager
+def _tcp_socket(host: str, port: int) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(_BACKLOG)  # bind alone succeeds beside a listener that set SO_REUSEADDR too
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"port {port} on {host} is in use", remedy="stop its owner or set another port"
+                ) from None
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", remedy="set another port") from None
+        yield listener
+
+
+def _address(listener: socket.socket) -> str:
+    name = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return f"unix://{name}"
+    host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
+    return f"http://{host}:{name[1]}"

@@ -1,0 +1,196 @@
+"""Requests as the daemon accepts them: typed, bounded, with errors that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
+
+from tierkv.core.state import NamespaceInfo
+from tierkv.errors import InvalidRequest
+from tierkv.keys import HASH_BYTES, adopt_chain, chain_hashes, chain_root
+from tierkv.spec import KVSpec
+
+__all__ = [
+    "AcquireRequest",
+    "BlocksRequest",
+    "ChainRequest",
+    "CommitRequest",
+    "ReleaseRequest",
+    "RenewRequest",
+    "ReserveRequest",
+    "parse",
+    "parse_spec",
+]
+
+
+def _hashes(value: Any) -> Any:
+    """Accept one byte string of 32-byte hashes, or a list of byte strings or hex digits."""
+    if isinstance(value, str):
+        value = bytes.fromhex(value)
+    if isinstance(value, bytes):
+        if len(value) % HASH_BYTES:
+            raise ValueError(f"a byte string of hashes must be a multiple of {HASH_BYTES} long")
+        return [value[at : at + HASH_BYTES] for at in range(0, len(value), HASH_BYTES)]
+    if isinstance(value, list):
+        return [_bytes(item) for item in value]
+    raise ValueError("give one byte string, or a list of hashes")
+
+
+def _extra(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_index(index): _bytes(extra) for index, extra in value.items()}
+    raise ValueError("give a mapping of block index to bytes or hex digits")
+
+
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, str):
+        return bytes.fromhex(value)
+    if isinstance(value, bytes):
+        return value
+    raise ValueError("give bytes, as hex digits in JSON")
+
+
+def _index(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).isdecimal():
+        raise ValueError("a block index is a whole number")
+    return int(value)
+
+
+# Fail fast: a long list of nonsense must not become a long list of faults.
+Hashes = Annotated[list[bytes], BeforeValidator(_hashes)]
+Tokens = Annotated[list[StrictInt], Field(fail_fast=True)]
+Positions = Annotated[list[tuple[StrictInt, StrictInt]], Field(fail_fast=True)]
+Names = Annotated[list[str], Field(fail_fast=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Ttl = Annotated[float, Field(gt=0, strict=True)]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ChainRequest(_Message):
+    """Which blocks: `hashes` are chain hashes of this namespace, `engine_hashes` an engine's, `tokens` token ids."""
+
+    hashes: Hashes | None = None
+    engine_hashes: Hashes | None = None
+    tokens: Tokens | None = None
+    extra_keys: Annotated[dict[int, bytes], BeforeValidator(_extra)] = {}
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if sum(given is not None for given in (self.hashes, self.engine_hashes, self.tokens)) != 1:
+            raise ValueError("give exactly one of hashes, engine_hashes and tokens")
+        return self
+
+    def chain(self, info: NamespaceInfo, limit: int) -> Sequence[bytes]:
+        """The chain hashes meant. Raises `InvalidRequest` for hashes of another size or more than `limit`."""
+        root = chain_root(info.fingerprint)
+        if self.tokens is not None:
+            chain: Sequence[bytes] = chain_hashes(root, self.tokens, info.spec.block_tokens, self.extra_keys)
+        elif self.engine_hashes is not None:
+            chain = adopt_chain(root, self.engine_hashes)
+        else:
+            chain = self.hashes or []
+            if any(len(item) != HASH_BYTES for item in chain):
+                raise InvalidRequest(
+                    f"chain hashes are {HASH_BYTES} bytes long", remedy="send an engine's own as engine_hashes"
+                )
+        if len(chain) > limit:
+            raise InvalidRequest(
+                f"a chain of {len(chain)} blocks is over the limit of {limit}", remedy="raise limits.blocks"
+            )
+        return chain
+
+
+class _Group(_Message):
+    layers: Annotated[list[StrictInt], Field(fail_fast=True)]
+    kind: str
+    kv_heads: StrictInt
+    head_dim: StrictInt
+    window: StrictInt = 0
+
+
+class _Groups(BaseModel):
+    """The KV groups of a spec; its other fields are checked by `KVSpec.from_dict`."""
+
+    groups: Annotated[list[_Group], Field(fail_fast=True)]
+
+
+class AcquireRequest(ChainRequest):
+    """`wait_s` null: wait as long as the daemon allows. `tiers`: memory the caller has mapped; none for HTTP bodies."""
+
+    wait_s: Seconds | None = 10.0
+    ttl_s: Ttl = 30.0
+    max_blocks: Count | None = None
+    tiers: Names | None = None
+
+
+class ReserveRequest(ChainRequest):
+    start: Count = 0
+    stop: Count | None = None
+    wait_s: Seconds = 1.0
+    ttl_s: Ttl = 60.0
+    tiers: Names | None = None
+
+
+class CommitRequest(_Message):
+    """Rows of index, group, length and checksum (16 hex digits)."""
+
+    blocks: list[Any]
+
+
+class ReleaseRequest(_Message):
+    """`corrupt`: rows of index and group that failed the reader's verification."""
+
+    corrupt: Positions = []
+
+
+class RenewRequest(_Message):
+    ttl_s: Ttl
+
+
+class BlocksRequest(_Message):
+    """Which blocks of a read lease to send; all of them by default."""
+
+    lease: str
+    blocks: Positions | None = None
+
+
+M = TypeVar("M", bound=BaseModel)
+_FAULTS_TOLD = 5
+_FAULTS_CHARACTERS = 1000
+
+
+def parse(model: type[M], data: Any) -> M:
+    """Validate a decoded message. Raises `InvalidRequest` with every fault."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        faults = "; ".join(
+            ": ".join(filter(None, (".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, "))))
+            for fault in error.errors(include_url=False, include_context=False, include_input=False)[:_FAULTS_TOLD]
+        )
+        raise InvalidRequest(
+            f"the request is not understood: {faults[:_FAULTS_CHARACTERS]}", remedy="docs/wire.md lists the fields"
+        ) from None
+
+
+def parse_spec(data: Any) -> KVSpec:
+    """Validate a decoded spec. Raises `InvalidRequest`."""
+    parse(_Groups, data)
+    try:
+        return KVSpec.from_dict(data)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, remedy=error.remedy or "docs/wire.md lists the fields of a spec") from None

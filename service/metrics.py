@@ -1,0 +1,95 @@
+"""Prometheus metrics, made from the engine's stats at scrape time: one source of truth. Listed in docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+__all__ = ["render"]
+
+_TOTALS = {
+    "acquires": "Acquire calls.",
+    "requested_tokens": "Tokens of the full blocks that acquires asked for.",
+    "stored_blocks": "Blocks published by commits.",
+    "stored_bytes": "Payload bytes published by commits.",
+    "load_seconds": "Seconds of load work for blocks that requests used.",
+    "hidden_seconds": "Part of the load seconds that was over before the request asked.",
+    "exposed_seconds": "Part of the load seconds that the request waited for.",
+}
+_LABELLED = {
+    "hit_tokens": ("tier", "Tokens served, by the tier that held them when they were first asked for."),
+    "missed_blocks": ("reason", "Blocks asked for and not served."),
+    "promoted_blocks": ("move", "Blocks copied towards the engine."),
+    "promoted_bytes": ("move", "Payload bytes copied towards the engine."),
+    "demoted_blocks": ("move", "Blocks copied towards the disk."),
+    "demoted_bytes": ("move", "Payload bytes copied towards the disk."),
+    "evicted_blocks": ("tier", "Blocks that left a tier to make room."),
+    "lost_blocks": ("reason", "Published blocks that left the last tier that held them."),
+    "corrupt_blocks": ("where", "Verification failures, by tier and cause."),
+    "refused_demotions": ("problem", "Blocks the cold tier would not take."),
+    "expired_leases": ("kind", "Leases ended by their deadline."),
+}
+
+
+class _Snapshot(Collector):
+    def __init__(self, stats: Mapping[str, Any]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._stats["counters"]
+        for name, help_text in _TOTALS.items():
+            yield CounterMetricFamily(f"tierkv_{name}", help_text, value=counters[name])
+        for name, (label, help_text) in _LABELLED.items():
+            family = CounterMetricFamily(f"tierkv_{name}", help_text, labels=[label])
+            for value, count in sorted(counters[name].items()):
+                family.add_metric([value], count)
+            yield family
+        for name, help_text in (
+            ("capacity_bytes", "Size of a tier."),
+            ("used_bytes", "Bytes in use in a tier, overhead and padding included."),
+            ("payload_bytes", "Payload bytes in a tier, before compression."),
+            ("blocks", "Blocks in a tier."),
+        ):
+            gauge = GaugeMetricFamily(f"tierkv_tier_{name}", help_text, labels=["tier"])
+            for tier, usage in self._stats["tiers"].items():
+                gauge.add_metric([tier], usage[name])
+            yield gauge
+        cold = self._stats["tiers"].get("cold", {})
+        yield GaugeMetricFamily(
+            "tierkv_cold_stored_bytes", "Bytes of coded blocks in the cold tier.", value=cold.get("stored_bytes", 0)
+        )
+        damage = CounterMetricFamily(
+            "tierkv_cold_damage", "Damage the cold tier found, blocks and files.", labels=["cause"]
+        )
+        for cause, count in sorted(cold.get("damage", {}).items()):
+            damage.add_metric([cause], count)
+        yield damage
+        dirty = GaugeMetricFamily("tierkv_dirty_bytes", "Payload bytes that no slower tier holds.", labels=["tier"])
+        for tier, count in self._stats["dirty_bytes"].items():
+            dirty.add_metric([tier], count)
+        yield dirty
+        leases = GaugeMetricFamily("tierkv_leases", "Live leases.", labels=["kind"])
+        for kind, count in self._stats["leases"].items():
+            leases.add_metric([kind], count)
+        yield leases
+        quarantined = self._stats["quarantined_slots"]
+        yield GaugeMetricFamily(
+            "tierkv_quarantined_slots", "Slots kept from reuse because a writer lost its lease.", value=quarantined
+        )
+        yield GaugeMetricFamily("tierkv_namespaces", "Registered namespaces.", value=self._stats["namespaces"])
+        yield GaugeMetricFamily(
+            "tierkv_published_blocks", "Blocks that can be hit.", value=self._stats["published_blocks"]
+        )
+        yield GaugeMetricFamily("tierkv_uptime_seconds", "Seconds since start.", value=self._stats["uptime_s"])
+
+
+def render(stats: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Return the exposition text and its content type."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot(stats))
+    return generate_latest(registry), CONTENT_TYPE_LATEST

@@ -1,0 +1,11 @@
+"""HTTP routes, one module per subject."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from tierkv.service.routes import blocks, chains, leases, namespaces, operations
+
+__all__ = ["ROUTES"]
+
+ROUTES: list[web.RouteDef] = [*namespaces.ROUTES, *chains.ROUTES, *leases.ROUTES, *blocks.ROUTES, *operations.ROUTES]

@@ -1,0 +1,124 @@
+"""Block bodies for clients that cannot map the arena: frames, many blocks a request, streamed both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from aiohttp import StreamReader, web
+
+from tierkv.cache import BlockRef, Grant, Written
+from tierkv.core.engine import Engine
+from tierkv.errors import BlockTooLarge, BodyMismatch, InvalidRequest, LeaseLost
+from tierkv.service.context import CONTEXT
+from tierkv.service.messages import BlocksRequest, parse
+from tierkv.storage.tier import Slot
+from tierkv.wire import FRAME_BYTES, FRAME_TYPE, Frame, pack_frame, unpack_frame
+
+__all__ = ["ROUTES"]
+
+# Large enough to amortise a write, small enough not to be copied into a huge buffer when the socket is full.
+_CHUNK = 1 << 20
+
+
+async def get(request: web.Request) -> web.StreamResponse:
+    context = request.app[CONTEXT]
+    message = parse(BlocksRequest, await context.message(request))
+    reader, tenant = context.engine.reader, context.tenant(request)
+    refs = _chosen(reader.refs(tenant, message.lease), message.blocks)
+    views = [_memory(context.engine, ref) for ref in refs]
+    response = web.StreamResponse(headers=context.headers())
+    response.content_type = FRAME_TYPE
+    response.content_length = sum(FRAME_BYTES + ref.length for ref in refs)
+    await response.prepare(request)
+    for ref, view in zip(refs, views, strict=True):
+        await response.write(pack_frame(Frame(ref.index, ref.group, ref.length, ref.checksum)))
+        for start in range(0, ref.length, _CHUNK):
+            # A copy, taken before the lease is looked at: what the socket does not take at once may outlive the lease.
+            chunk = bytes(view[start : start + _CHUNK])
+            try:
+                reader.refs(tenant, message.lease)
+            except LeaseLost:
+                # The reader was so slow that its lease has ended: the memory may hold another tenant's block by now.
+                response.force_close()
+                if request.transport is not None:
+                    request.transport.abort()
+                return response
+            await response.write(chunk)
+    await response.write_eof()
+    return response
+
+
+async def put(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    limit = context.config.limits.body
+    if request.content_length is None or request.content_length > limit:
+        raise BlockTooLarge(
+            f"a body of blocks needs a Content-Length of at most {limit} bytes", remedy="send fewer blocks at once"
+        )
+    if request.content_type != FRAME_TYPE:
+        raise InvalidRequest(
+            f"content type {request.content_type[:100]!r} is not understood", remedy=f"send {FRAME_TYPE}"
+        )
+    lease, tenant = request.query.get("lease", ""), context.tenant(request)
+    writer = context.engine.writer
+    grants = {(grant.index, grant.group): grant for grant in writer.grants(tenant, lease)}
+    written: list[Written] = []
+    remaining = request.content_length
+    while remaining:
+        frame = unpack_frame(await _read(request.content, min(FRAME_BYTES, remaining)))
+        grant = grants.pop((frame.index, frame.group), None)
+        if grant is None:
+            raise InvalidRequest(f"block {frame.index} of group {frame.group} is not open under this lease")
+        remaining -= FRAME_BYTES + frame.length
+        if frame.length != grant.length:
+            raise BodyMismatch(f"block {frame.index} announces {frame.length} bytes where {grant.length} are due")
+        if remaining < 0:
+            raise BodyMismatch(f"block {frame.index} announces more bytes than the rest of the body has")
+        payload = await _read(request.content, frame.length)
+        # Not straight into the slot: while the body arrives the lease may end and the slot become another block's. From
+        # here on nothing else runs until the bytes are in place.
+        if not writer.holds(tenant, lease, grant):
+            raise LeaseLost(
+                "the lease ended before its blocks had arrived", remedy="reserve again, with a longer ttl_s"
+            )
+        np.copyto(np.frombuffer(_memory(context.engine, grant), np.uint8), np.frombuffer(payload, np.uint8))
+        written.append(Written(frame.index, frame.group, frame.length, frame.checksum))
+    accepted = await context.in_thread(writer.commit, tenant, lease, written)
+    return context.answer(request, {"accepted": accepted})
+
+
+def _chosen(refs: tuple[BlockRef, ...], wanted: Sequence[tuple[int, int]] | None) -> tuple[BlockRef, ...]:
+    if wanted is None:
+        return refs
+    known = {(ref.index, ref.group): ref for ref in refs}
+    try:
+        return tuple(known.pop(where) for where in wanted)
+    except KeyError as error:
+        raise InvalidRequest(
+            f"block {error.args[0]} is not part of this lease, or named twice",
+            remedy="name blocks the acquire answered",
+        ) from None
+
+
+def _memory(engine: Engine, block: BlockRef | Grant) -> memoryview:
+    tier = next(m.tier for m in engine.placement.memory if m.tier.name == block.tier)
+    return tier.view(Slot(block.offset, block.length), block.length)
+
+
+async def _read(stream: StreamReader, size: int) -> bytearray:
+    data = bytearray(size)
+    target, at = memoryview(data), 0
+    while at < size:
+        chunk = await stream.read(min(_CHUNK, size - at))
+        if not chunk:
+            raise BodyMismatch(
+                "the body ended before the announced bytes had arrived",
+                remedy="nothing of it was published; send it again",
+            )
+        target[at : at + len(chunk)] = chunk
+        at += len(chunk)
+    return data
+
+
+ROUTES = [web.post("/v1/{ns}/blocks:get", get), web.post("/v1/{ns}/blocks:put", put)]

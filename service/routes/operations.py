@@ -1,0 +1,72 @@
+"""What operators and local clients ask: attach, stats, flush, metrics, health."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import Any
+
+from aiohttp import web
+
+from tierkv.errors import InvalidRequest
+from tierkv.service.context import CONTEXT
+from tierkv.service.metrics import render
+from tierkv.storage.hot import HotTier
+from tierkv.storage.warm import WarmTier
+
+__all__ = ["ROUTES"]
+
+
+async def attach(request: web.Request) -> web.Response:
+    """Tell a local client of the same user where the memory tiers are mapped from."""
+    context = request.app[CONTEXT]
+    if _peer_uid(request) != os.getuid():
+        raise InvalidRequest(
+            "shared memory is for processes of the daemon's user on its Unix socket", remedy="use HTTP bodies instead"
+        )
+    segments: list[dict[str, Any]] = []
+    for memory in context.engine.placement.memory:
+        tier = memory.tier
+        if isinstance(tier, WarmTier | HotTier) and tier.path is not None:
+            segments.append({"tier": tier.name, "path": str(tier.path), "generation": f"{tier.generation:016x}"})
+    return context.answer(request, {"generation": context.generation, "segments": segments})
+
+
+async def stats(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    return context.answer(request, context.stats())
+
+
+async def flush(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    await context.in_thread(context.engine.flush)
+    return context.answer(request, {})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    body, content_type = render(request.app[CONTEXT].stats())
+    return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+async def healthz(request: web.Request) -> web.Response:
+    return request.app[CONTEXT].answer(request, {"status": "ok"})
+
+
+def _peer_uid(request: web.Request) -> int | None:
+    """User id of the process at the other end of a Unix socket, None for TCP."""
+    connection = request.transport.get_extra_info("socket") if request.transport else None
+    if connection is None or connection.family != socket.AF_UNIX:
+        return None
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", credentials)[1]
+    return uid
+
+
+ROUTES = [
+    web.get("/v1/attach", attach),
+    web.get("/v1/stats", stats),
+    web.post("/v1/flush", flush),
+    web.get("/metrics", metrics),
+    web.get("/healthz", healthz),
+]
