@@ -31,7 +31,8 @@ def run(json_path: Path | None, console: Console, *, keep: bool = False) -> int:
     Returns
     -------
     int
-        Exit code: 0 if every cached answer equals the uncached one and the other tenant reused nothing, else 1.
+        Exit code: 0 if every cached answer equals the uncached one, the other tenant reused nothing and the cache
+        never failed, else 1.
 
     Raises
     ------

@@ -89,7 +89,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        good = self.identical and self.other.reused_tokens == 0
+        good = self.identical and self.other.reused_tokens == 0 and not self.cache_errors
         return 0 if good else 1
 
     @property
