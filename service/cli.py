@@ -23,6 +23,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+bench_app = typer.Typer(
+    help="Measure tiers and codecs beside what this machine gives: memcpy, raw files, plain zstd.", no_args_is_help=True
+)
+app.add_typer(bench_app, name="bench")
+
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="YAML file; see configs/default.yaml.")]
 SocketOption = Annotated[Path | None, typer.Option("--socket", help="Unix socket to listen on.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")]
@@ -114,3 +119,41 @@ def demo(json_path: JsonOption = None) -> None:
     from tierkv.service.demo import run
 
     raise typer.Exit(run(json_path, Console()))
+
+
+@bench_app.command("storage")
+def bench_storage(
+    directory: Annotated[
+        Path | None, typer.Option("--directory", help="On the disk in question; else that of temporary files.")
+    ] = None,
+    json_path: JsonOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Some seconds: to see that it runs, not how fast.")] = False,
+) -> None:
+    """Warm and cold tier: put, get, churn, reads from the disk, reload. About a minute."""
+    from rich.console import Console
+
+    from tierkv.service.bench.results import write_json
+    from tierkv.service.bench.storage import FULL, QUICK, bench_storage
+
+    figures = bench_storage(directory, Console(), QUICK if quick else FULL)
+    if json_path is not None:
+        write_json(figures, json_path)
+
+
+@bench_app.command("codec")
+def bench_codec(
+    source: Annotated[
+        Path | None,
+        typer.Option("--input", help=".npy of bfloat16 bits, uint16 [layers, 2, tokens, heads, head_dim]."),
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Codecs on KV: ratio, speed and loss, in blocks of 64 tokens."""
+    from rich.console import Console
+
+    from tierkv.service.bench.codec import bench_codec
+    from tierkv.service.bench.results import write_json
+
+    figures = bench_codec(source, Console())
+    if json_path is not None:
+        write_json(figures, json_path)
