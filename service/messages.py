@@ -28,6 +28,7 @@ __all__ = [
     "ReleaseRequest",
     "RenewRequest",
     "ReserveRequest",
+    "TouchRequest",
     "parse",
     "parse_spec",
 ]
@@ -126,6 +127,12 @@ class _Groups(BaseModel):
     """The KV groups of a spec; its other fields are checked by `KVSpec.from_dict`."""
 
     groups: Annotated[list[_Group], Field(fail_fast=True)]
+
+
+class TouchRequest(ChainRequest):
+    """Blocks of KV group `group` that were read in place without a lease, in the order they were read."""
+
+    group: Annotated[int, Field(ge=0, lt=2**16)] = 0
 
 
 class AcquireRequest(ChainRequest):

@@ -3,10 +3,11 @@
     offset 0       magic (8 bytes), format version u32, header size u32, data size u64, generation u64, owner pid u64
     header size    data
 
-All little-endian. The generation is random and not zero once the segment is ready; a client that was told another one
-talks to a successor of the daemon it knew. The owner holds an exclusive flock for as long as it lives, so a file whose
-lock is free was left by a killed process and may be replaced. Only `mmap` is used: the resource tracker of
-`multiprocessing.shared_memory` would unlink the file when any client exits.
+All little-endian. The generation is random and not zero while the segment is served; a client that was told another
+one talks to a successor of the daemon it knew, and one that sees it become zero has mapped memory nobody serves any
+more. The owner holds an exclusive flock for as long as it lives, so a file whose lock is free was left by a killed
+process and may be replaced. Only `mmap` is used: the resource tracker of `multiprocessing.shared_memory` would unlink
+the file when any client exits.
 """
 
 from __future__ import annotations
@@ -139,6 +140,11 @@ class MappedSegment:
         self._data: memoryview | None = memoryview(self._map)[self.data_offset :]
 
     @property
+    def served(self) -> bool:
+        """Whether the owner has neither closed the segment nor been replaced by a successor. Cheap."""
+        return self._map[_GENERATION_AT : _GENERATION_AT + 8] != bytes(8)
+
+    @property
     def data(self) -> memoryview:
         """The data area, writable. Slices stay valid after `close`. Raises `Unavailable` once closed."""
         data = self._data
@@ -172,7 +178,8 @@ def _claim(path: Path) -> int:
             if _lock_current(fd, path):
                 if os.fstat(fd).st_size == 0:
                     return fd
-                # Clients may still have it mapped: a new file, never a truncated one.
+                # Clients may still have it mapped: tell them, and make a new file, never a truncated one.
+                os.pwrite(fd, bytes(8), _GENERATION_AT)
                 os.unlink(path)
         except BaseException:
             os.close(fd)
@@ -206,6 +213,7 @@ def _lock_current(fd: int, path: Path) -> bool:
 def _release(fd: int, path: Path, owner: int) -> None:
     # A forked child shares the lock and inherits this finalizer: only the owner may unlink.
     if os.getpid() == owner:
+        os.pwrite(fd, bytes(8), _GENERATION_AT)
         path.unlink(missing_ok=True)
     os.close(fd)
 

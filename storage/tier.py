@@ -51,6 +51,8 @@ class BlockMeta:
         KV group id.
     layout
         Shape and dtype for codecs; None means opaque bytes. Not persisted in an index (containers carry it).
+    codec
+        Codec to store the block with, empty: the tier's own choice. Tiers that do not code ignore it. Not persisted.
     """
 
     length: int
@@ -61,6 +63,7 @@ class BlockMeta:
     depth: int = 0
     group: int = 0
     layout: BlockLayout | None = None
+    codec: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,9 @@ class Tier(ABC):
 
         A key that is present already is left as it is. Raises `BodyMismatch` when `payload` is not `meta.length` bytes,
         `TierFull` or `StorageFull` when there is no room, `BlockTooLarge` when there never can be.
+
+        Where `meta.codec` is lossy, `read_into` gives other bytes than these, always the same until the block is put
+        anew, and their checksum is the one that it and `meta` return.
         """
 
     def put_many(self, items: Sequence[tuple[bytes, Buffer, BlockMeta]]) -> list[TierKVError | None]:
@@ -325,12 +331,20 @@ class SlotTier(Tier):
             self._resident[key] = _Resident(slot, meta)
             self._key_at[slot.offset] = key
             self._payload_bytes += meta.length
+            self._listed(key, slot, meta)
             return True
 
     def _forget(self, key: bytes, found: _Resident) -> None:
         del self._resident[key]
         del self._key_at[found.slot.offset]
         self._payload_bytes -= found.meta.length
+        self._unlisted(key)
+
+    def _listed(self, key: bytes, slot: Slot, meta: BlockMeta) -> None:
+        """Called under the tier's lock when a block becomes readable."""
+
+    def _unlisted(self, key: bytes) -> None:
+        """Called under the tier's lock when a block is no longer readable, before its slot is given back."""
 
     def _check_open(self) -> None:
         if self._closed:

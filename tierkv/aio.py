@@ -126,6 +126,12 @@ class AsyncCache:
 
         return AsyncReadLease(await self._threads.wait(work, lambda lease: lease.release()), self._threads)
 
+    async def read_into(
+        self, chain: Chain, index: int, out: memoryview, *, group: int = 0, wait_s: float = 0.0
+    ) -> bool:
+        work = partial(self._cache.read_into, chain, index, out, group=group, wait_s=wait_s)
+        return await self._threads.wait(work)
+
     async def reserve(
         self, chain: Chain, *, start: int = 0, stop: int | None = None, wait_s: float = 1.0, ttl_s: float = 60.0
     ) -> AsyncWriteLease:
@@ -229,6 +235,9 @@ class AsyncWriteLease:
     def buffer(self, index: int, group: int = 0) -> memoryview:
         """As `WriteLease.buffer`: plain memory."""
         return self._lease.buffer(index, group)
+
+    async def write(self, index: int, payload: bytes | bytearray | memoryview, group: int = 0) -> None:
+        await self._threads.run(partial(self._lease.write, index, payload, group))
 
     async def commit(self, indices: Iterable[int] | None = None) -> int:
         """As `WriteLease.commit`. If the caller is cancelled meanwhile, the blocks may be published all the same."""

@@ -4,6 +4,7 @@ A prompt is a `Chain` of block hashes. A block is *published* once its bytes are
 nobody can hit it, afterwards everybody allowed can. Reading and writing happen in place, under leases:
 
     hit   = cache.lookup(chain)                      what is there, in which tier; changes nothing
+    cache.read_into(chain, i, buffer)                one block, copied: the fastest read where the arena is mapped
     ticket = cache.prefetch(chain)                   start moving it towards the engine; does not wait
     with cache.acquire(chain, wait_s=1.0) as read:   pin the longest published prefix, wait for loads at most that long
         for ref in read.blocks:
@@ -242,6 +243,14 @@ class WriteLease(ABC):
         """Return the writable bytes of a granted block. Raises `LeaseLost` after the lease's end."""
 
     @abstractmethod
+    def write(self, index: int, payload: bytes | bytearray | memoryview, group: int = 0) -> None:
+        """Fill a granted block and sum it while it is still in the processor's cache: `commit` need not read it again.
+
+        Views that `buffer` gave out before must not be written to any more: readers would find the block corrupt.
+        Errors as `buffer`; `BodyMismatch` when `payload` is not the block's size.
+        """
+
+    @abstractmethod
     def commit(self, indices: Iterable[int] | None = None) -> int:
         """Checksum, verify and publish written blocks (all groups of each index; None: every one granted).
 
@@ -296,6 +305,17 @@ class Cache(ABC):
             Seconds until the lease ends by itself.
         max_blocks
             Pin at most this many blocks (an engine must compute at least one token itself).
+        """
+
+    @abstractmethod
+    def read_into(self, chain: Chain, index: int, out: memoryview, *, group: int = 0, wait_s: float = 0.0) -> bool:
+        """Copy one published block into `out`, verified, without holding a lease; say whether it was there.
+
+        A block of the warm tier that this process has mapped is found, copied and verified without asking anybody. Any
+        other, and any doubt, takes the way of `acquire` with `wait_s`. False leaves garbage in `out`.
+
+        Raises `BodyMismatch` when the block does not fit, `InvalidRequest` for an index outside the chain, and what
+        `acquire` raises.
         """
 
     @abstractmethod

@@ -11,9 +11,11 @@ from tierkv.core.build import build_engine
 from tierkv.core.engine import Engine
 from tierkv.core.state import Tenant
 from tierkv.core.steps import run
-from tierkv.handles import LeasedReader, LeasedWriter
+from tierkv.direct import DirectReader, UseLog
+from tierkv.handles import LeasedReader, LeasedWriter, read_leased
 from tierkv.spec import KVSpec
 from tierkv.storage.tier import Slot
+from tierkv.storage.warm import WarmTier
 
 __all__ = ["EmbeddedCache", "open_cache"]
 
@@ -31,6 +33,9 @@ class EmbeddedCache(Cache):
         self._tenant = engine.tenant(tenant)
         self._plane = _EnginePlane(engine, self._tenant)
         self._tiers = frozenset(m.tier.name for m in engine.placement.memory if m.tier.addressable)
+        warm = engine.placement.memory[-1].tier
+        self._direct = DirectReader(*warm.shared(), self._tenant.key) if isinstance(warm, WarmTier) else None
+        self._uses = UseLog(lambda ns, group, hashes: engine.uses.report(self._tenant, ns, group, hashes))
 
     def for_tenant(self, tenant: str) -> EmbeddedCache:
         """Another tenant's view of the same engine."""
@@ -73,6 +78,14 @@ class EmbeddedCache(Cache):
             deadline=acquired.deadline,
         )
 
+    def read_into(self, chain: Chain, index: int, out: memoryview, *, group: int = 0, wait_s: float = 0.0) -> bool:
+        if self._direct is None or not 0 <= index < len(chain):
+            return read_leased(self, chain, index, out, group, wait_s)
+        if not self._direct.read_into(chain.hashes[index], group, out):
+            return read_leased(self, chain, index, out, group, wait_s)
+        self._uses.note(chain.namespace, group, chain.hashes[index])
+        return True
+
     def reserve(
         self, chain: Chain, *, start: int = 0, stop: int | None = None, wait_s: float = 1.0, ttl_s: float = 60.0
     ) -> WriteLease:
@@ -88,7 +101,13 @@ class EmbeddedCache(Cache):
                 tiers=self._tiers,
             )
         )
-        return LeasedWriter(self._plane, reserved.id, reserved.grants, deadline=reserved.deadline)
+        return LeasedWriter(
+            self._plane,
+            reserved.id,
+            reserved.grants,
+            deadline=reserved.deadline,
+            publish=self._plane.commit_summed,
+        )
 
     def delete(self, chain: Chain) -> int:
         return self.engine.delete(self._tenant, chain.namespace, chain.hashes[-1]) if chain.hashes else 0
@@ -103,6 +122,7 @@ class EmbeddedCache(Cache):
         return self.engine.stats()
 
     def close(self) -> None:
+        self._direct = None
         self.engine.close()
 
 
@@ -117,6 +137,10 @@ class _EnginePlane:
 
     def commit(self, lease_id: str, written: Sequence[Written]) -> int:
         return self._engine.writer.commit(self._tenant, lease_id, written)
+
+    def commit_summed(self, lease_id: str, written: Sequence[Written]) -> int:
+        """Publish blocks whose sums were computed by this process from their slots."""
+        return self._engine.writer.commit(self._tenant, lease_id, written, summed_here=True)
 
     def abort(self, lease_id: str) -> None:
         self._engine.writer.abort(self._tenant, lease_id)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import xxhash
 
-from tierkv.cache import BlockRef, Grant, ReadLease, WriteLease, Written
+from tierkv.cache import BlockRef, Cache, Chain, Grant, ReadLease, WriteLease, Written
 from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, LeaseLost
 
-__all__ = ["LeasedReader", "LeasedWriter", "Plane"]
+Buffer = bytes | bytearray | memoryview
+
+__all__ = ["LeasedReader", "LeasedWriter", "Plane", "read_leased"]
 
 
 class Plane(Protocol):
@@ -120,22 +122,41 @@ class LeasedReader(ReadLease):
 
 
 class LeasedWriter(WriteLease):
-    """A `WriteLease` over a plane. `deadline` as in `LeasedReader`."""
+    """A `WriteLease` over a plane. `deadline` as in `LeasedReader`. `publish` tells the owner of blocks summed here, in
+    place; None: like anybody, by the plane's `commit`."""
 
-    def __init__(self, plane: Plane, lease_id: str, grants: Iterable[Grant], *, deadline: float) -> None:
+    def __init__(
+        self,
+        plane: Plane,
+        lease_id: str,
+        grants: Iterable[Grant],
+        *,
+        deadline: float,
+        publish: Callable[[str, Sequence[Written]], int] | None = None,
+    ) -> None:
         self.id = lease_id
         self.grants = tuple(grants)
         self._plane = plane
+        self._publish = publish or plane.commit
         self._open = {(grant.index, grant.group): grant for grant in self.granted}
+        self._sums: dict[tuple[int, int], int] = {}
         self._deadline = deadline
         self._ended = False
 
     def buffer(self, index: int, group: int = 0) -> memoryview:
         self._check_live()
+        self._sums.pop((index, group), None)
         try:
             return self._plane.view(self._open[index, group])
         except KeyError:
             raise InvalidRequest(f"block {index} of group {group} is not open under this lease") from None
+
+    def write(self, index: int, payload: Buffer, group: int = 0) -> None:
+        slot = self.buffer(index, group)
+        if memoryview(payload).nbytes != len(slot):
+            raise BodyMismatch(f"{memoryview(payload).nbytes} bytes do not fill a block of {len(slot)}")
+        np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(payload, np.uint8))
+        self._sums[index, group] = xxhash.xxh3_64_intdigest(slot)
 
     def commit(self, indices: Iterable[int] | None = None) -> int:
         self._check_live()
@@ -150,11 +171,15 @@ class LeasedWriter(WriteLease):
         grants = [grant for grant in still_open.values() if grant.index in wanted]
         if not grants:
             return 0
-        written = [Written(g.index, g.group, g.length, xxhash.xxh3_64_intdigest(self._plane.view(g))) for g in grants]
-        accepted = self._plane.commit(self.id, written)
+        written = [Written(g.index, g.group, g.length, self._sum(g)) for g in grants]
+        accepted = self._publish(self.id, written)
         for grant in grants:
             self._open.pop((grant.index, grant.group), None)
         return accepted
+
+    def _sum(self, grant: Grant) -> int:
+        known = self._sums.get((grant.index, grant.group))
+        return xxhash.xxh3_64_intdigest(self._plane.view(grant)) if known is None else known
 
     def renew(self, ttl_s: float) -> None:
         asked = time.monotonic()
@@ -172,3 +197,17 @@ class LeasedWriter(WriteLease):
     def _check_live(self) -> None:
         if self._ended or time.monotonic() >= self._deadline:
             raise LeaseLost("the write lease has ended", remedy="reserve again, with a longer ttl_s")
+
+
+def read_leased(cache: Cache, chain: Chain, index: int, out: memoryview, group: int, wait_s: float) -> bool:
+    """`Cache.read_into` by way of a lease."""
+    if not 0 <= index < len(chain):
+        raise InvalidRequest(f"a chain of {len(chain)} blocks has no block {index}")
+    with cache.acquire(Chain(chain.namespace, chain.hashes[: index + 1]), wait_s=wait_s) as lease:
+        if not any((ref.index, ref.group) == (index, group) for ref in lease.blocks):
+            return False
+        try:
+            lease.read_into(index, out, group)
+        except CorruptBlock:  # counted and removed when the lease is released
+            return False
+        return True

@@ -10,7 +10,7 @@ from tierkv.core.steps import run_async
 from tierkv.errors import InvalidRequest
 from tierkv.keys import HASH_BYTES
 from tierkv.service.context import CONTEXT, Context
-from tierkv.service.messages import AcquireRequest, ChainRequest, ReserveRequest, parse
+from tierkv.service.messages import AcquireRequest, ChainRequest, ReserveRequest, TouchRequest, parse
 from tierkv.wire import pack_grants, pack_hit, pack_progress, pack_refs
 
 __all__ = ["ROUTES"]
@@ -23,6 +23,15 @@ async def lookup(request: web.Request) -> web.Response:
     info = context.namespace(request)
     chain = parse(ChainRequest, await context.message(request)).chain(info, context.config.limits.blocks)
     return context.answer(request, pack_hit(context.engine.reader.lookup(context.tenant(request), info.name, chain)))
+
+
+async def touch(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    info = context.namespace(request)
+    message = parse(TouchRequest, await context.message(request))
+    chain = message.chain(info, context.config.limits.blocks)
+    context.engine.uses.report(context.tenant(request), info.name, message.group, chain)
+    return context.answer(request, {})
 
 
 async def prefetch(request: web.Request) -> web.Response:
@@ -123,6 +132,7 @@ def _tiers(context: Context, mapped: list[str] | None) -> frozenset[str]:
 
 ROUTES = [
     web.post("/v1/{ns}/lookup", lookup),
+    web.post("/v1/{ns}/touch", touch),
     web.post("/v1/{ns}/prefetch", prefetch),
     web.get("/v1/tickets/{id}", progress, allow_head=False),
     web.delete("/v1/tickets/{id}", cancel),

@@ -30,7 +30,10 @@ async def attach(request: web.Request) -> web.Response:
         tier = memory.tier
         if isinstance(tier, WarmTier | HotTier) and tier.path is not None:
             segments.append({"tier": tier.name, "path": str(tier.path), "generation": f"{tier.generation:016x}"})
-    return context.answer(request, {"generation": context.generation, "segments": segments})
+            if isinstance(tier, WarmTier):
+                segments[-1]["directory"] = [tier.directory_offset, tier.directory_bytes]
+    answer = {"generation": context.generation, "segments": segments, "tenant_key": context.tenant(request).key}
+    return context.answer(request, answer)
 
 
 async def stats(request: web.Request) -> web.Response:

@@ -38,6 +38,9 @@ class FaultyCache(Cache):
         self.check("acquire")
         return self.inner.acquire(chain, **options)
 
+    def read_into(self, chain: Chain, index: int, out: memoryview, **options: Any) -> bool:
+        return self.inner.read_into(chain, index, out, **options)
+
     def reserve(self, chain: Chain, **options: Any) -> WriteLease:
         self.check("reserve")
         return FaultyWriteLease(self, self.inner.reserve(chain, **options))
@@ -66,6 +69,10 @@ class FaultyWriteLease(WriteLease):
     def buffer(self, index: int, group: int = 0) -> memoryview:
         self.cache.check("buffer")
         return self.inner.buffer(index, group)
+
+    def write(self, index: int, payload: bytes | bytearray | memoryview, group: int = 0) -> None:
+        self.cache.check("buffer")
+        self.inner.write(index, payload, group)
 
     def commit(self, indices: Iterable[int] | None = None) -> int:
         self.cache.check("commit")

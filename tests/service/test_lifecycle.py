@@ -343,3 +343,21 @@ def test_a_batch_over_the_limit_of_a_body(daemon: Daemon) -> None:
             half = [grant.index for grant in write.granted][: len(wanted) // 2]
             assert write.commit(half) == len(half)
         assert read_back(cache, wanted) == len(half)
+
+
+def test_memory_of_a_stopped_or_replaced_daemon_is_not_read(daemon: Daemon) -> None:
+    block = memoryview(bytearray(BLOCK_BYTES))
+    with daemon.connect() as cache:
+        cache.register(SPEC)
+        store(cache, chain(2))
+        assert cache.read_into(chain(2), 1, block)
+        daemon.stop()
+        with pytest.raises(Unavailable):
+            cache.read_into(chain(2), 1, block)
+        daemon.start()
+        assert not cache.read_into(chain(2), 1, block), "the new daemon has it on disk only"
+        assert cache.read_into(chain(2), 1, block, wait_s=30.0)
+        daemon.kill()
+        daemon.start()
+        store(cache, chain(2))
+        assert cache.read_into(chain(2), 1, block, wait_s=30.0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tierkv.cache import BlockRef, Grant, Written
 from tierkv.client.transport import Transport
+from tierkv.direct import DirectReader
 from tierkv.errors import BodyMismatch, InvalidRequest, Unavailable
 from tierkv.storage.shm import MappedSegment
 from tierkv.wire import FRAME_BYTES, FRAME_TYPE, MSGPACK_TYPE, Frame, encode, pack_frame, pack_written, unpack_frame
@@ -40,6 +41,12 @@ class Mapped:
 
     generation: str
     segments: Mapping[str, MappedSegment]
+    direct: DirectReader | None = None
+
+    @property
+    def served(self) -> bool:
+        """Whether the daemon still serves this memory."""
+        return all(segment.served for segment in self.segments.values())
 
 
 class Attachment:
@@ -75,12 +82,17 @@ class Attachment:
         except InvalidRequest:  # not the same user
             return Mapped(self._transport.call("GET", "/healthz").generation, {})
         segments: dict[str, MappedSegment] = {}
+        direct: DirectReader | None = None
         for found in answer["segments"]:
             try:
-                segments[found["tier"]] = MappedSegment(found["path"], generation=int(found["generation"], 16))
+                segment = MappedSegment(found["path"], generation=int(found["generation"], 16))
             except (Unavailable, InvalidRequest):  # in another mount namespace, or already replaced
                 continue
-        return Mapped(str(answer["generation"]), segments)
+            segments[found["tier"]] = segment
+            if "directory" in found:
+                at, length = found["directory"]
+                direct = DirectReader(segment.data[:at], segment.data[at : at + length], answer["tenant_key"])
+        return Mapped(str(answer["generation"]), segments, direct)
 
 
 class SharedPlane(_LeaseCalls):

@@ -7,15 +7,16 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from tierkv.cache import Cache, Chain, Hit, ReadLease, Ticket, TicketProgress, WriteLease
 from tierkv.client.planes import Attachment, BodyPlane, SharedPlane
 from tierkv.client.transport import Answer, Transport
+from tierkv.direct import UseLog
 from tierkv.errors import InvalidRequest, NotFound, TierKVError, Unavailable
-from tierkv.handles import LeasedReader, LeasedWriter, Plane
+from tierkv.handles import LeasedReader, LeasedWriter, Plane, read_leased
 from tierkv.spec import KVSpec
 from tierkv.wire import unpack_grants, unpack_hit, unpack_progress, unpack_refs
 
@@ -48,6 +49,7 @@ class RemoteCache(Cache):
         self._timeout_s = timeout_s
         self._attachment = Attachment(transport)
         self._specs: dict[str, KVSpec] = {}
+        self._uses = UseLog(self._report_uses)
         self._leases: dict[str, tuple[int, weakref.ref[LeasedReader | LeasedWriter]]] = {}
 
     def check(self) -> None:
@@ -85,6 +87,16 @@ class RemoteCache(Cache):
         )
         return self._remember(lease)
 
+    def read_into(self, chain: Chain, index: int, out: memoryview, *, group: int = 0, wait_s: float = 0.0) -> bool:
+        mapped = self._attachment.mapped() if self._transport.local else None
+        if mapped is not None and mapped.direct is not None and 0 <= index < len(chain):
+            if not mapped.served:
+                self._attachment.forget(mapped)
+            elif mapped.direct.read_into(chain.hashes[index], group, out):
+                self._uses.note(chain.namespace, group, chain.hashes[index])
+                return True
+        return read_leased(self, chain, index, out, group, wait_s)
+
     def reserve(
         self, chain: Chain, *, start: int = 0, stop: int | None = None, wait_s: float = 1.0, ttl_s: float = 60.0
     ) -> WriteLease:
@@ -119,6 +131,7 @@ class RemoteCache(Cache):
         return dict(self._transport.call("GET", "/v1/stats"))
 
     def close(self) -> None:
+        self._uses.flush()
         deadline = time.monotonic() + self._timeout_s
         for pid, reference in list(self._leases.values()):
             lease = reference()
@@ -164,6 +177,10 @@ class RemoteCache(Cache):
                 raise
             self.register(spec)
             return call()
+
+    def _report_uses(self, namespace: str, group: int, hashes: Sequence[bytes]) -> None:
+        with contextlib.suppress(TierKVError):  # recency is worth one try, and no failed read
+            self._transport.call("POST", f"{_path(namespace)}/touch", {"hashes": b"".join(hashes), "group": group})
 
     def _remember(self, lease: L) -> L:
         """Keep a lease in mind for as long as its holder does, so that `close` can end it."""

@@ -22,6 +22,7 @@ from tierkv.core.loads import Loader
 from tierkv.core.placement import MemoryLevel, Placement
 from tierkv.core.reading import Reader
 from tierkv.core.state import NamespaceInfo, State, Tenant
+from tierkv.core.uses import Uses
 from tierkv.core.writing import Writer
 from tierkv.errors import InvalidRequest, SpecMismatch, Unavailable
 from tierkv.keys import tenant_key
@@ -63,13 +64,14 @@ class Engine:
         self._closing = False
         self._started = time.time()
         self._loader = Loader(placement, counters, lock, self._need_room, threads=load_threads, room_wait_s=ROOM_WAIT_S)
-        self._demoter = Demoter(placement, index, counters, lock)
+        self._demoter = Demoter(self._state)
         self.reader = Reader(self._state, self._loader)
+        self.uses = Uses(self._state)
         self.writer = Writer(self._state, self._wakeup.notify, QUARANTINE_S)
         if cold is not None:
             for key, meta in cold.records():
                 entry = Entry(key, meta)
-                placement.mark_cold(entry)
+                placement.mark_cold(entry, meta.checksum)
                 index.add(entry)
         self._caretaker = Thread(target=self._take_care, name="tierkv-caretaker", daemon=True)
         self._caretaker.start()
