@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.errors import InvalidRequest
-from tierkv.spec import DTYPE_BYTES, BlockLayout, KVGroup, KVSpec
+from tierkv.spec import DTYPE_BYTES, LOSSY_CODECS, BlockLayout, KVGroup, KVSpec
+from tierkv.storage.codecs import CODECS
 
 VECTORS = Path(__file__).parent / "vectors" / "spec.json"
 
@@ -36,6 +37,8 @@ CHANGED: dict[str, Any] = {
     "adapter": "lora",
     "quantization": "int8",
     "extra": {"note": "1"},
+    "lossy": "eq3",
+    "exact_first_block": True,
 }
 
 
@@ -59,7 +62,8 @@ def test_fingerprint_vectors(case: dict[str, Any]) -> None:
 
 def test_every_field_changes_the_fingerprint() -> None:
     assert set(CHANGED) == {field.name for field in fields(KVSpec)}
-    variants = [SPEC, *(replace(SPEC, **{name: value}) for name, value in CHANGED.items())]
+    without = {"exact_first_block": replace(SPEC, lossy="eq3")}
+    variants = [SPEC, *(replace(without.get(name, SPEC), **{name: value}) for name, value in CHANGED.items())]
     assert len({spec.fingerprint for spec in variants}) == len(variants)
 
 
@@ -107,6 +111,16 @@ def test_layouts() -> None:
     assert BlockLayout.opaque(100).nbytes == 100
 
 
+def test_which_codec_a_block_may_be_stored_with() -> None:
+    assert set(LOSSY_CODECS) == {codec.name for codec in CODECS if codec.lossy}
+    lossy = replace(SPEC, lossy="eq3")
+    assert [SPEC.codec(0), SPEC.codec(1)] == ["", ""]
+    assert [lossy.codec(0), lossy.codec(1)] == ["eq3", "eq3"]
+    assert [replace(lossy, exact_first_block=True).codec(depth) for depth in range(3)] == ["", "eq3", "eq3"]
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert replace(lossy, dtype=dtype).lossy == "eq3"
+
+
 def data(**changes: Any) -> dict[Any, Any]:
     return {**SPEC.to_dict(), **changes}
 
@@ -132,6 +146,13 @@ def group(**changes: Any) -> dict[str, Any]:
         (data(attention={"rope": 1}), "attention"),
         (data(extra={1: "one"}), "extra"),
         (data(extra=["a"]), "extra"),
+        (data(lossy="eq6"), "lossy.*eq6.*eq2"),
+        (data(lossy="bx1"), "lossy.*bx1"),
+        (data(lossy=None), "lossy"),
+        (data(lossy="int8", dtype="float8_e4m3"), "float8_e4m3.*bfloat16"),
+        (data(lossy="int8", dtype="uint8"), "uint8"),
+        (data(exact_first_block=True), "exact_first_block.*set lossy"),
+        (data(lossy="eq3", exact_first_block=1), "exact_first_block"),
         (data(groups=[]), "at least one KV group"),
         (data(groups="full"), "groups"),
         (data(groups=[1]), "groups"),

@@ -119,7 +119,10 @@ class WarmConfig(_Model):
 
 
 class ColdConfig(_Model):
-    """LMDB segments on local disk. Capacity 0 switches it off; `path` defaults to `cold` in the state directory."""
+    """LMDB segments on local disk. Capacity 0 switches it off; `path` defaults to `cold` in the state directory.
+
+    `codec` is for blocks that must be stored exactly; a lossy one is chosen by the namespace (`KVSpec.lossy`).
+    """
 
     capacity: Size = ByteSize(0)
     path: FilePath | None = None

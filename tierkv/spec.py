@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from tierkv.errors import InvalidRequest
 
-__all__ = ["DTYPE_BYTES", "BlockLayout", "KVGroup", "KVSpec"]
+__all__ = ["DTYPE_BYTES", "LOSSY_CODECS", "BlockLayout", "KVGroup", "KVSpec"]
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float32": 4,
@@ -27,6 +27,11 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float8_e5m2": 1,
     "uint8": 1,
 }
+
+LOSSY_CODECS = ("int8", "eq2", "eq3", "eq4", "eq5")
+"""What `KVSpec.lossy` may name, the least lossy first."""
+
+_LOSSY_DTYPES = ("float32", "bfloat16", "float16")
 
 GroupKind = Literal["full", "sliding_window", "mla"]
 Order = Literal["NHD", "HND"]
@@ -126,6 +131,11 @@ class KVSpec:
         Quantisation of the KV itself as the engine keeps it, empty for none.
     extra
         Anything else that must match.
+    lossy
+        Codec, one of `LOSSY_CODECS`, with which the cold tier may store blocks: what it gives back is then close to
+        what was written, not the same. Empty: lossless only. For float32, bfloat16 and float16.
+    exact_first_block
+        Store the first block of every chain losslessly all the same: attention leans on the first tokens of a prompt.
     """
 
     model: str
@@ -145,6 +155,8 @@ class KVSpec:
     adapter: str = ""
     quantization: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)
+    lossy: str = ""
+    exact_first_block: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
@@ -156,6 +168,20 @@ class KVSpec:
             raise InvalidRequest("a spec needs at least one KV group")
         if self.order not in ("NHD", "HND"):
             raise InvalidRequest(f"unknown layout order {self.order!r}", remedy="use NHD or HND")
+        if self.lossy and self.lossy not in LOSSY_CODECS:
+            raise InvalidRequest(
+                f"lossy cannot be {self.lossy!r}", remedy=f"use one of {', '.join(LOSSY_CODECS)}, or leave it empty"
+            )
+        if self.lossy and self.dtype not in _LOSSY_DTYPES:
+            raise InvalidRequest(
+                f"{self.lossy} cannot store KV of {self.dtype}",
+                remedy=f"leave lossy empty; it is for {', '.join(_LOSSY_DTYPES)}",
+            )
+        if self.exact_first_block and not self.lossy:
+            raise InvalidRequest(
+                "exact_first_block makes an exception of nothing: without lossy every block is exact",
+                remedy="set lossy as well, or neither",
+            )
 
     @property
     def fingerprint(self) -> bytes:
@@ -185,6 +211,10 @@ class KVSpec:
         if self.order == "HND":
             return BlockLayout(self.dtype, (len(g.layers), planes, g.kv_heads, self.block_tokens, g.head_dim), 3)
         return BlockLayout(self.dtype, (len(g.layers), planes, self.block_tokens, g.kv_heads, g.head_dim), 2)
+
+    def codec(self, depth: int) -> str:
+        """Return the codec that blocks with `depth` others before them are stored with; empty: any lossless one."""
+        return "" if self.exact_first_block and depth == 0 else self.lossy
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data with every field present, as it is sent over the wire."""
@@ -240,11 +270,12 @@ _DEFAULTS: Mapping[str, object] = {
 
 def _check_types(values: Mapping[str, Any]) -> None:
     integers = ("block_tokens", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size")
-    texts = ("model", "weights", "dtype", "tokenizer", "order", "adapter", "quantization")
+    texts = ("model", "weights", "dtype", "tokenizer", "order", "adapter", "quantization", "lossy")
     for name, value in values.items():
         good = (
             (name in integers and _is_integer(value))
             or (name in texts and isinstance(value, str))
+            or (name == "exact_first_block" and isinstance(value, bool))
             or (name in ("attention", "extra") and _is_text_map(value))
             or (name == "groups" and isinstance(value, list | tuple) and all(map(_is_group, value)))
         )

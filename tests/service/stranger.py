@@ -80,6 +80,8 @@ SPEC: dict[str, Any] = {
     "order": "NHD",
     "adapter": "",
     "quantization": "",
+    "lossy": "",
+    "exact_first_block": False,
     "attention": {"rope_theta": "10000"},
     "extra": {},
     **{f"{kind}_rank": 0 for kind in ("tp", "pp", "cp")},
@@ -88,7 +90,8 @@ SPEC: dict[str, Any] = {
 
 
 DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("tokenizer", "adapter", "quantization"), ""),
+    **dict.fromkeys(("tokenizer", "adapter", "quantization", "lossy"), ""),
+    "exact_first_block": False,
     **{name: {} for name in ("attention", "extra")},
     **{f"{kind}_rank": 0 for kind in ("tp", "pp", "cp")},
     **{f"{kind}_size": 1 for kind in ("tp", "pp", "cp")},

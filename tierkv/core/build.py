@@ -110,8 +110,8 @@ def _cold_path(config: Config) -> Path:
 
 
 def _segment_bytes(capacity: int) -> int:
-    """A sixteenth of the capacity, within bounds: small enough to recycle often, large enough to seal seldom."""
-    return max(min(MIN_SEGMENT, capacity // 4), min(MAX_SEGMENT, capacity // 16))
+    """A 32nd of the capacity, within bounds: the more segments there are, the closer recycling follows LRU."""
+    return max(min(MIN_SEGMENT, capacity // 4), min(MAX_SEGMENT, capacity // 32))
 
 
 def _instance(state_dir: Path | None) -> str:

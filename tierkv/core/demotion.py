@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from threading import Lock
 
-from tierkv.core.counters import Counters
-from tierkv.core.index import Entry, Index
-from tierkv.core.placement import Placement
+from tierkv.core.index import Entry
+from tierkv.core.state import State
 from tierkv.errors import CorruptBlock, NotFound, TierKVError
-from tierkv.storage.tier import Tier, verify
+from tierkv.storage.tier import BlockMeta, Tier, verify
 from tierkv.storage.transfer import copy_block
 
 __all__ = ["Demoter"]
@@ -23,19 +23,14 @@ RETRY_S = 5.0
 
 
 class Demoter:
-    """Moves dirty blocks down. One batch at a time, whoever asks for it.
+    """Moves dirty blocks down. One batch at a time, whoever asks for it; nobody else puts blocks into the cold tier."""
 
-    Parameters
-    ----------
-    lock
-        The engine's lock.
-    """
-
-    def __init__(self, placement: Placement, index: Index, counters: Counters, lock: Lock) -> None:
-        self._placement = placement
-        self._index = index
-        self._counters = counters
-        self._lock = lock
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._placement = state.placement
+        self._index = state.index
+        self._counters = state.counters
+        self._lock = state.lock
         self._one_at_a_time = Lock()
         self._refused_until = 0.0
 
@@ -153,7 +148,13 @@ class Demoter:
         cold = self._placement.cold
         assert cold is not None
         items = [(entry, payload) for entry in batch if (payload := self._verified(level, entry)) is not None]
-        outcomes = cold.put_many([(entry.key, payload, entry.meta) for entry, payload in items])
+        for entry, _ in items:
+            left = cold.meta(entry.key)
+            if left is not None and left.checksum != entry.meta.checksum:
+                cold.delete(entry.key)  # a deletion failed, or a put did halfway: bytes of nobody knows which version
+        with self._lock:
+            puts = [(entry.key, payload, self._coded(entry.meta)) for entry, payload in items]
+        outcomes = cold.put_many(puts)
         moved: dict[bytes, bool] = {}
         unwanted: list[bytes] = []
         with self._lock:
@@ -164,13 +165,18 @@ class Demoter:
                 stored = cold.meta(entry.key)
                 if stored is None:  # recycled already, and reported
                     continue
-                if self._index.get(entry.key) is not entry or stored.checksum != entry.meta.checksum:
-                    unwanted.append(entry.key)  # deleted meanwhile, or bytes of another version were there before
+                if self._index.get(entry.key) is not entry:
+                    unwanted.append(entry.key)  # deleted meanwhile
                 else:
-                    self._placement.mark_cold(entry)
+                    self._placement.mark_cold(entry, stored.checksum)
                     moved[entry.key] = True
         self._remove(cold, unwanted)
         return [moved.get(entry.key, False) for entry in batch]
+
+    def _coded(self, meta: BlockMeta) -> BlockMeta:
+        """Add what codecs need to know, which the block's namespace says; blocks get into memory by registered ones."""
+        info = self._state.namespaces[meta.namespace.hex()]
+        return replace(meta, layout=info.layouts[meta.group], codec=info.spec.codec(meta.depth))
 
     def _refused(self, error: TierKVError) -> None:
         self._counters.refused_demotions[error.slug] += 1

@@ -30,10 +30,14 @@ class Entry:
 
     Attributes
     ----------
+    meta
+        What the block is. Its checksum is that of the copies in memory while there are any, else the cold tier's.
     levels
         Bit n is set while the tier of level n (0 is the fastest) holds the block.
     pins
         Read leases and running copies on the block; it stays where it is while there are any.
+    cold_checksum
+        Of the bytes the cold tier gives back; another one than memory's after a lossy codec.
     arrival
         Set by a promotion, cleared by the first request that uses the block: attributes the hit to where it came from.
     withdrawn
@@ -44,6 +48,7 @@ class Entry:
     meta: BlockMeta
     levels: int = 0
     pins: int = 0
+    cold_checksum: int = 0
     arrival: Arrival | None = None
     withdrawn: list[tuple[SlotTier, Slot]] = field(default_factory=list)
 

@@ -18,7 +18,7 @@ from tierkv.core.index import Arrival, Entry
 from tierkv.core.placement import Placement
 from tierkv.core.steps import Pause, Step, run
 from tierkv.errors import CorruptBlock, NotFound, TierKVError
-from tierkv.storage.tier import Slot
+from tierkv.storage.tier import BlockMeta, Slot
 from tierkv.storage.transfer import copy_block
 
 __all__ = ["Load", "Loader"]
@@ -152,14 +152,15 @@ class Loader:
             if slot is None:
                 load.failure = "no_room"
                 return False
-            self._fill(entry, source, level, slot)
+            meta = entry.meta
+            self._fill(entry.key, meta, source, level, slot)
             with self._lock:
                 load.ended = time.monotonic()
-                if not entry.levels:  # deleted while it was on its way
-                    load.failure = "absent"
-                    return False
                 if entry.levels >> level & 1:  # demoted from a faster tier meanwhile
                     return True
+                if not entry.levels or entry.meta is not meta:  # deleted meanwhile, or become a lossy one
+                    load.failure = "absent"
+                    return False
                 self._placement.settle(entry, level, slot)
                 self._placement.enlist(entry, level)
                 slot = None
@@ -172,7 +173,8 @@ class Loader:
         except CorruptBlock as error:
             load.failure = "corrupt"
             with self._lock:
-                self._placement.damaged(entry, source, error.cause)
+                if entry.meta is meta:  # else the exact copy is gone, and its memory not this block's
+                    self._placement.damaged(entry, source, error.cause)
             return False
         except NotFound:
             load.failure = "absent"
@@ -207,14 +209,14 @@ class Loader:
                 room = self._room()
             yield Pause([room], deadline)
 
-    def _fill(self, entry: Entry, source: int, level: int, slot: Slot) -> None:
+    def _fill(self, key: bytes, meta: BlockMeta, source: int, level: int, slot: Slot) -> None:
         """Copy a block's verified bytes into a slot of a memory tier."""
         placement = self._placement
         target = placement.memory[level].tier
         if source != placement.cold_level:
-            copy_block(placement.memory[source].tier, target, entry.key, slot, entry.meta)
+            copy_block(placement.memory[source].tier, target, key, slot, meta)
             return
         assert placement.cold is not None
-        meta = placement.cold.read_into(entry.key, target.view(slot, entry.meta.length))
-        if (meta.length, meta.checksum) != (entry.meta.length, entry.meta.checksum):
+        found = placement.cold.read_into(key, target.view(slot, meta.length))
+        if (found.length, found.checksum) != (meta.length, meta.checksum):
             raise NotFound("the cold tier holds another version of the block")

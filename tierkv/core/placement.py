@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierkv.core.counters import Counters
 from tierkv.core.index import Entry, Index
@@ -94,18 +94,24 @@ class Placement:
         if entry.levels >> level & 1:
             self.memory[level].policy.insert(entry.key, entry.meta.length)
 
-    def mark_cold(self, entry: Entry) -> None:
-        """Note that the cold tier holds the block."""
+    def mark_cold(self, entry: Entry, checksum: int) -> None:
+        """Note that the cold tier holds the block, and gives back bytes of this checksum."""
         entry.levels |= 1 << self.cold_level
+        entry.cold_checksum = checksum
         self.update_dirty(entry)
 
     def lost_level(self, entry: Entry, level: int, reason: str) -> None:
-        """Note that a tier no longer holds the block; unpublish it if that was the last one."""
+        """Note that a tier no longer holds the block; unpublish it if that was the last one.
+
+        When the last exact copy of a lossily stored block goes, what the cold tier gives back becomes the block.
+        """
         entry.levels &= ~(1 << level)
         self.update_dirty(entry)
         if not entry.levels:
             self._index.drop(entry)
             self._counters.lost_blocks[reason] += 1
+        elif entry.fastest() == self.cold_level and entry.cold_checksum != entry.meta.checksum:
+            entry.meta = replace(entry.meta, checksum=entry.cold_checksum)
 
     def let_go(self, entry: Entry, reason: str) -> bool:
         """Unpublish a block in every tier, now.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from tierkv.cache import Grant, Written
 from tierkv.core.index import Entry
@@ -72,7 +74,12 @@ class Writer:
             lease = WriteRecord(LeaseTable.new_id(), tenant.id, time.monotonic() + ttl_s, {})
             lease.chain = self._hold_prefix(tenant, info, hashes[:stop])
         levels = [level for level, memory in enumerate(state.placement.memory) if memory.tier.name in tiers]
-        todo = [(index, group) for index in range(start, stop) for group in range(len(info.layouts))]
+        todo = deque((index, group) for index in range(start, stop) for group in range(len(info.layouts)))
+
+        @cache  # a block's key is wanted again as its successor's parent
+        def key_of(index: int, group: int) -> bytes:
+            return tenant.block_key(hashes[index], group)
+
         grants: list[Grant] = []
         handed_over = False
         try:
@@ -80,11 +87,11 @@ class Writer:
                 last_try = time.monotonic() >= deadline
                 with state.lock:
                     while todo:
-                        grant = self._grant(lease, tenant, info, hashes, todo[0], levels, lossy=last_try)
+                        grant = self._grant(lease, tenant, info, key_of, todo[0], levels, lossy=last_try)
                         if grant is None:
                             break
                         grants.append(grant)
-                        todo.pop(0)
+                        todo.popleft()
                     room = state.room.next()
                     if todo:
                         self._wake()
@@ -105,23 +112,17 @@ class Writer:
                 with state.lock:
                     self.end(lease, quarantine=False)
 
-    def commit(self, tenant: Tenant, lease_id: str, written: Sequence[Written]) -> int:
-        """See `tierkv.cache.WriteLease.commit`. Reads every block once to verify it."""
+    def commit(self, tenant: Tenant, lease_id: str, written: Sequence[Written], *, summed_here: bool = False) -> int:
+        """See `tierkv.cache.WriteLease.commit`. Reads every block once to verify it.
+
+        Not with `summed_here`: the sums were computed a moment ago in this process, from the slots themselves. A second
+        reading would compare the bytes with themselves; it proves something only of sums that somebody else announced.
+        """
         state = self._state
         if len({(block.index, block.group) for block in written}) < len(written):
             raise InvalidRequest("a block is named twice in one commit", remedy="commit each granted block once")
-        with state.lock:
-            lease = self._find(tenant, lease_id)
-            drafts = [self._draft(lease, block) for block in written]
-        for draft, block in zip(drafts, written, strict=True):
-            view = state.placement.memory[draft.level].tier.view(draft.slot, block.length)
-            if checksum(view) != block.checksum:
-                with state.lock:
-                    self._discard(lease, draft, quarantine=True)
-                raise ChecksumMismatch(
-                    f"block {block.index} of group {block.group} does not match the checksum it was committed with",
-                    remedy="nothing of this commit was published; write the block again under a new reservation",
-                )
+        if not summed_here:
+            self._verify(tenant, lease_id, written)
         with state.lock:
             # The lease may have expired, or a block been committed by another thread, meanwhile.
             lease = self._find(tenant, lease_id)
@@ -134,6 +135,22 @@ class Writer:
             if any(map(state.placement.overdue, range(len(state.placement.memory)))):
                 self._wake()
         return len(drafts)
+
+    def _verify(self, tenant: Tenant, lease_id: str, written: Sequence[Written]) -> None:
+        """Compare announced sums with the bytes in the slots. Raises `ChecksumMismatch` for the first that differs."""
+        state = self._state
+        with state.lock:
+            lease = self._find(tenant, lease_id)
+            drafts = [self._draft(lease, block) for block in written]
+        for draft, block in zip(drafts, written, strict=True):
+            view = state.placement.memory[draft.level].tier.view(draft.slot, block.length)
+            if checksum(view) != block.checksum:
+                with state.lock:
+                    self._discard(lease, draft, quarantine=True)
+                raise ChecksumMismatch(
+                    f"block {block.index} of group {block.group} does not match the checksum it was committed with",
+                    remedy="nothing of this commit was published; write the block again under a new reservation",
+                )
 
     def grants(self, tenant: Tenant, lease_id: str) -> list[Grant]:
         """Return the blocks still to be written under a live lease. Raises `LeaseLost`."""
@@ -202,7 +219,7 @@ class Writer:
         lease: WriteRecord,
         tenant: Tenant,
         info: NamespaceInfo,
-        hashes: Sequence[bytes],
+        key_of: Callable[[int, int], bytes],
         block: tuple[int, int],
         levels: Sequence[int],
         *,
@@ -211,7 +228,7 @@ class Writer:
         """Answer for one block, or None when there is no room for it yet."""
         state = self._state
         index, group = block
-        key = tenant.block_key(hashes[index], group)
+        key = key_of(index, group)
         if key in state.index:
             return Grant(index, group, "present")
         if key in state.writing:
@@ -221,8 +238,8 @@ class Writer:
         if found is None:
             return None
         level, slot = found
-        parent = tenant.block_key(hashes[index - 1], group) if index else NO_PARENT
-        meta = BlockMeta(layout.nbytes, 0, parent, info.fingerprint, tenant.id, index, group, layout)
+        parent = key_of(index - 1, group) if index else NO_PARENT
+        meta = BlockMeta(layout.nbytes, 0, parent, info.fingerprint, tenant.id, index, group)
         draft = Draft(index, key, meta, level, slot)
         lease.drafts[block] = draft
         state.writing[key] = draft
