@@ -23,15 +23,11 @@ _SIGN_AND_LOW_7 = np.int16(0x807F - 0x10000)
 def split_halves(halves: Array, codes: Array, rest: Array) -> None:
     """Take 16-bit words apart: bits 14..7 into `codes`, the sign (to bit 7) and bits 6..0 into `rest`."""
     shifted = scratch("split", halves.nbytes).view("<u2").reshape(halves.shape)
-    signs = scratch("signs", halves.size).reshape(halves.shape)
-    np.right_shift(halves, 7, out=shifted)
-    np.copyto(codes, shifted, casting="unsafe")
-    np.right_shift(halves, 8, out=shifted)
-    np.copyto(signs, shifted, casting="unsafe")
-    np.copyto(rest, halves, casting="unsafe")
-    np.bitwise_and(signs, 0x80, out=signs)
-    np.bitwise_and(rest, 0x7F, out=rest)
-    np.bitwise_or(rest, signs, out=rest)
+    np.right_shift(halves, 7, out=codes, dtype=halves.dtype, casting="unsafe")
+    # times 257: the sign's byte is added to the one above it, whose upper half is all that stays
+    np.bitwise_and(halves, 0x807F, out=shifted)
+    np.multiply(shifted, 257, out=shifted)
+    np.right_shift(shifted, 8, out=rest, dtype=halves.dtype, casting="unsafe")
 
 
 def merge_halves(codes: Array, rest: Array, halves: Array) -> None:

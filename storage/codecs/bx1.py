@@ -10,7 +10,8 @@ stay as they are. Everything is integer arithmetic on bit patterns: NaN, infinit
     float8_*                                      peaks (c), residuals (n)
     uint8               the bytes (n)
 
-The exact bits of each plane are in docs/container.md.
+Residuals that are small, as those of a bfloat16's or a float32's exponents, are coded in pairs. The exact bits of each
+plane are in docs/container.md.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from numpy.typing import NDArray
 from tierkv.spec import DTYPE_BYTES, BlockLayout
 from tierkv.storage.codecs.base import Buffer, Bytes, Codec, as_bytes, malformed
 from tierkv.storage.codecs.bits import merge_halves, merge_words, split_halves, split_words
+from tierkv.storage.codecs.pairs import SECTIONS, join_pairs, padded_size, split_pairs
 from tierkv.storage.codecs.plane import expand, expand_into, scratch, shrink, shrink_opaque
 
 __all__ = ["Bx1"]
 
 # Values per numpy call: fewer, and threads spend their time handing the interpreter lock to each other.
-_STRIDE = 256 * 1024
+_STRIDE = 1024 * 1024
 
 _Array = NDArray[Any]
 
@@ -88,24 +90,42 @@ class Bx1(Codec):
         if layout.dtype == "uint8":
             return [shrink_opaque(data)]
         grid = _Grid.of(layout)
-        planes = [scratch(f"plane {i}", size) for i, size in enumerate(grid.plane_sizes)]
+        *sizes, size = grid.plane_sizes
+        residuals = scratch("residuals", padded_size(size))
+        planes = [*(scratch(f"plane {i}", size) for i, size in enumerate(sizes)), residuals[:size]]
         _split(data, planes, grid)
-        return [shrink(plane) for plane in planes]
+        return [*map(shrink, planes[:-1]), *(join_pairs(residuals, size) or [shrink(planes[-1])])]
 
     def decode_into(self, sections: Sequence[memoryview], out: memoryview, layout: BlockLayout) -> None:
-        sizes = [len(out)] if layout.dtype == "uint8" else _Grid.of(layout).plane_sizes
-        if len(sections) != (len(sizes) if len(out) else 0):
-            raise malformed(self, f"{len(sections)} sections")
         if not len(out):
+            if sections:
+                raise malformed(self, f"{len(sections)} sections for nothing")
             return
         try:
             if layout.dtype == "uint8":
-                expand_into(sections[0], as_bytes(out))
+                (section,) = sections
+                expand_into(section, as_bytes(out))
                 return
-            planes = [expand(s, size, f"plane {i}") for i, (s, size) in enumerate(zip(sections, sizes, strict=True))]
+            grid = _Grid.of(layout)
+            planes = _planes(sections, grid)
         except ValueError as error:
             raise malformed(self, str(error)) from error
-        _merge(planes, as_bytes(out), _Grid.of(layout))
+        _merge(planes, as_bytes(out), grid)
+
+
+def _planes(sections: Sequence[memoryview], grid: _Grid) -> list[Bytes]:
+    """Decode the planes. Raises `ValueError` when the sections are not theirs."""
+    *sizes, size = grid.plane_sizes
+    others, coded = sections[: len(sizes)], sections[len(sizes) :]
+    if len(coded) == 1:
+        residuals = expand(coded[0], size, "residuals")
+    elif len(coded) == SECTIONS:
+        padded = scratch("residuals", padded_size(size))
+        split_pairs(coded, padded, size)
+        residuals = padded[:size]
+    else:
+        raise ValueError(f"{len(sections)} sections")
+    return [*(expand(s, n, f"plane {i}") for i, (s, n) in enumerate(zip(others, sizes, strict=True))), residuals]
 
 
 def _split(data: Bytes, planes: list[Bytes], grid: _Grid) -> None:

@@ -140,6 +140,51 @@ def test_the_scale_of_a_channel_costs_nothing() -> None:
     assert plain[2] == apart[2]
 
 
+PAIRED = BlockLayout("bfloat16", (2, 2, 65, 3, 13), 2)
+COUNT = PAIRED.nbytes // 2
+
+
+def paired_sections(*escapes: int) -> tuple[bytes, list[memoryview]]:
+    """A payload whose values at `escapes` are zeros, far below their channel's peak, and its sections."""
+    values = 1 + np.random.default_rng(6).random(PAIRED.shape, np.float32)
+    values.ravel()[list(escapes)] = 0
+    payload = as_dtype(values, "bfloat16")
+    return payload, sections_of(codec_by_name("bx1"), payload, PAIRED)
+
+
+@pytest.mark.parametrize("escapes", [(), (0,), (COUNT - 1,), (0, COUNT // 2, COUNT // 2 + 1, COUNT - 1)])
+def test_residuals_are_coded_in_pairs_and_escapes_beside_them(escapes: tuple[int, ...]) -> None:
+    payload, sections = paired_sections(*escapes)
+    *_, positions, values = sections
+    assert len(sections) == 5
+    assert np.frombuffer(positions, "<u4").tolist() == list(escapes)
+    assert len(values) == len(escapes)
+    out = bytearray(PAIRED.nbytes)
+    codec_by_name("bx1").decode_into(sections, memoryview(out), PAIRED)
+    assert out == payload
+
+
+def test_many_large_residuals_are_not_worth_pairs() -> None:
+    payload, sections = paired_sections(*range(0, COUNT, 100))
+    assert len(sections) == 3
+    assert round_trip(codec_by_name("bx1"), payload, PAIRED)[0] == payload
+
+
+def test_pairs_nobody_can_have_written_are_refused() -> None:
+    _, (rest, peaks, pairs, positions, values) = paired_sections(5, 9)
+    beyond = memoryview(np.array([5, COUNT], "<u4").tobytes())
+    for bad in (
+        [pairs, positions, values[:1]],
+        [pairs, positions[:-1], values],
+        [pairs, beyond, values],
+        [pairs[:-1], positions, values],
+        [pairs, positions],
+    ):
+        with pytest.raises(CorruptBlock) as caught:
+            codec_by_name("bx1").decode_into([rest, peaks, *bad], memoryview(bytearray(PAIRED.nbytes)), PAIRED)
+        assert caught.value.cause == "codec"
+
+
 def test_float32_that_began_as_bfloat16_shrinks_like_it() -> None:
     values = np.frombuffer(kv_like("bfloat16", NHD, 2), "<u2").astype("<u4") << 16
     layout = BlockLayout("float32", NHD, 2)

@@ -77,6 +77,10 @@ def decode_by_the_book(container: bytes) -> bytes:
     groups, tokens, channels = prod(dims[:axis]), dims[axis], prod(dims[axis + 1 :])
     n, c = groups * tokens * channels, groups * channels
     sizes = {0: [raw], 1: [n, c, n], 2: [n, c, n], 3: [2 * n, n, c, n], 4: [c, n], 5: [c, n]}[dtype if codec else 0]
+    m = 8 * -(-n // 16)
+    paired = codec == 1 and len(table) == len(sizes) + 2
+    if paired:
+        sizes[-1:] = [m, *(size for size, _ in table[-2:])]
     planes = []
     for (size, announced), plane_size in zip(table, sizes if raw or not codec else [], strict=True):
         section = container[length : length + size]
@@ -84,6 +88,12 @@ def decode_by_the_book(container: bytes) -> bytes:
         planes.append(section if size == plane_size else zstandard.ZstdDecompressor().decompress(section))
         length += size
     assert length == len(container)
+    if paired:
+        *planes, pairs, positions, escapes = planes
+        residuals = [byte & 15 for byte in pairs] + [byte >> 4 for byte in pairs]
+        for (position,), escape in zip(struct.iter_unpack("<I", positions), escapes, strict=True):
+            residuals[position] = escape
+        planes.append(bytes(residuals[:n]))
     if codec == 0 or dtype == 0 or not raw:
         payload = b"".join(planes)
     else:
@@ -316,6 +326,8 @@ def golden_payloads() -> dict[str, tuple[bytes, BlockLayout | None]]:
     halves = singles.astype("<f2")
     bytes_ = (halves.view("<u2") >> 8).astype("u1").tobytes()
     nhd, hnd = (2, 2, 32, 2, 2), (2, 2, 2, 32, 2)
+    paired = (1 + rng.random((2, 2, 64, 2, 8))).astype("<f4")
+    paired.ravel()[[0, 2047, 2048, 4095]] = [0.0, -0.0, 1e-20, -1e-20]
     return {
         "raw-opaque": (bytes(range(40)), None),
         "raw-empty": (b"", None),
@@ -325,6 +337,7 @@ def golden_payloads() -> dict[str, tuple[bytes, BlockLayout | None]]:
         "bx1-bfloat16": ((singles.view("<u4") >> 16).astype("<u2").tobytes(), BlockLayout("bfloat16", nhd, 2)),
         "bx1-float16": (np.moveaxis(halves, 3, 2).tobytes(), BlockLayout("float16", hnd, 3)),
         "bx1-float32": (singles.tobytes(), BlockLayout("float32", nhd, 2)),
+        "bx1-pairs": ((paired.view("<u4") >> 16).astype("<u2").tobytes(), BlockLayout("bfloat16", paired.shape, 2)),
         "bx1-float8_e4m3": (bytes_, BlockLayout("float8_e4m3", nhd, 2)),
         "bx1-float8_e5m2": (bytes_, BlockLayout("float8_e5m2", nhd, 2)),
     }
