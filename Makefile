@@ -16,7 +16,7 @@ else
 ACCELERATOR := torch==2.13.0 'triton>=3.5'
 endif
 
-.PHONY: help demo test check lint format typecheck clean
+.PHONY: help demo test torture check lint format typecheck clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -26,6 +26,9 @@ demo: $(READY) ## run a small model with and without the cache
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest
+
+torture: $(READY) ## kill, damage, fill and crowd for half an hour
+	TIERKV_LONG=1 $(BIN)/python -m pytest -s tests/torture tests/cache/test_machine.py tests/cache/test_stress.py
 
 check: lint typecheck test ## everything CI runs
 

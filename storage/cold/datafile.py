@@ -17,7 +17,7 @@ from pathlib import Path
 
 import lmdb.verify
 
-__all__ = ["PAGE_BYTES", "DatabaseNames", "Unusable", "check_file", "verify_tree"]
+__all__ = ["HEAD_BYTES", "PAGE_BYTES", "DatabaseNames", "Unusable", "check_file", "read_metas", "verify_tree"]
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -27,6 +27,7 @@ _DATABASE = struct.Struct(
     "<IHHQQQQQ"
 )  # pad (page size in the first), flags, depth, branch, leaf, overflow, entries, root
 _TAIL = struct.Struct("<QQ")  # last page, transaction id
+HEAD_BYTES = _PAGE.size + _META.size + 2 * _DATABASE.size + _TAIL.size
 _MAGIC = 0xBEEFC0DE
 _DATA_VERSION = 1
 _META_PAGE = 0x08
@@ -68,8 +69,10 @@ def check_file(path: Path, names: DatabaseNames) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise Unusable("foreign", "it is not a regular file")
     with path.open("rb") as file:
-        first, second = (_read_meta(file.read(PAGE_BYTES), number) for number in (0, 1))
-        map_bytes, last_page, _, root = max(first, second, key=lambda meta: meta[2])
+        older, newer = sorted(read_metas(file.fileno()), key=lambda meta: meta[2])
+        map_bytes, last_page, transaction, root = newer
+        if transaction != older[2] + 1:
+            raise Unusable("header", "its two headers do not follow each other")
         if status.st_size != map_bytes:
             raise Unusable("truncated", f"it has {status.st_size} bytes where its header says {map_bytes}")
         if last_page * PAGE_BYTES >= map_bytes:
@@ -81,6 +84,11 @@ def check_file(path: Path, names: DatabaseNames) -> int:
         if not all(name in page for name in names):
             raise Unusable("foreign", "it is an LMDB file without our databases")
     return map_bytes
+
+
+def read_metas(fd: int) -> list[tuple[int, int, int, int]]:
+    """Return map size, last page, transaction id and main root of both meta pages, or raise `Unusable`."""
+    return [_read_meta(os.pread(fd, PAGE_BYTES, number * PAGE_BYTES), number) for number in (0, 1)]
 
 
 def _read_meta(page: bytes, number: int) -> tuple[int, int, int, int]:

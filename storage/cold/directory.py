@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,8 +24,8 @@ _LOCK = "tierkv-store.lock"
 _FORMAT = "tierkv cold store"
 _VERSION = 1
 _SEGMENT = re.compile(r"segment-(\d{6,})\.lmdb")
-_LEFTOVER = re.compile(r"segment-\d{6,}\.(new|new-lock|lmdb-lock)")
-_MARK = re.compile(r"(segment-\d{6,})\.unsynced")
+_LEFTOVER = re.compile(r"segment-\d{6,}\.(new|new-lock)")
+_COMPANION = re.compile(r"(segment-\d{6,})\.(unsynced|lmdb-lock)")
 
 
 class StoreDirectory:
@@ -71,9 +72,9 @@ class StoreDirectory:
         found = [(int(match[1]), entry) for entry in self.path.iterdir() if (match := _SEGMENT.fullmatch(entry.name))]
         return [entry for _, entry in sorted(found)]
 
-    def new_segment_path(self) -> Path:
-        """Return the lowest name no segment has."""
-        taken = set(self.segment_paths())
+    def new_segment_path(self, in_use: Iterable[Path]) -> Path:
+        """Return the lowest name that no segment has, nor had one of those in use whose file was taken away."""
+        taken = {*self.segment_paths(), *in_use}
         number = 1
         while (path := self.path / f"segment-{number:06}.lmdb") in taken:
             number += 1
@@ -85,7 +86,7 @@ class StoreDirectory:
         return [
             entry
             for entry in sorted(self.path.iterdir())
-            if entry.name not in own and not _SEGMENT.fullmatch(entry.name) and not _MARK.fullmatch(entry.name)
+            if entry.name not in own and not _SEGMENT.fullmatch(entry.name) and not _COMPANION.fullmatch(entry.name)
         ]
 
     def release(self) -> None:
@@ -140,10 +141,10 @@ class StoreDirectory:
         unfinished.rename(marker)
 
     def _sweep(self) -> None:
-        """Delete what a killed process left: unfinished segments, lock files of LMDB, marks without a segment."""
+        """Delete what a killed process left: unfinished segments, lock files and marks without a segment."""
         for entry in list(self.path.iterdir()):
-            mark = _MARK.fullmatch(entry.name)
-            orphaned = mark is not None and not (self.path / f"{mark[1]}.lmdb").exists()
+            beside = _COMPANION.fullmatch(entry.name)
+            orphaned = beside is not None and not (self.path / f"{beside[1]}.lmdb").exists()
             ours = orphaned or _LEFTOVER.fullmatch(entry.name) or entry.name == _MARKER + ".new"
             if ours and not entry.is_dir():
                 entry.unlink()

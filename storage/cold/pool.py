@@ -97,7 +97,7 @@ class SegmentPool:
                 f"the cold store {self._directory.path} has no room for a segment",
                 remedy="move the files that are not its own away, see the findings in its statistics",
             )
-        path = self._directory.new_segment_path()
+        path = self._directory.new_segment_path(segment.path for segment in self.segments)
         self.segments.insert(0, Segment.create(path, self.segment_bytes, synchronous=self._synchronous))
 
     def begin(self, segment: Segment) -> None:
@@ -121,6 +121,7 @@ class SegmentPool:
         """Close a segment that turned out unusable and leave its file as it is."""
         self.segments.remove(segment)
         segment.close()
+        Segment.delete_lock(segment.path)
         self._set_aside(segment.path, cause, reason)
 
     def close(self) -> None:
@@ -132,8 +133,9 @@ class SegmentPool:
         try:
             segment = Segment.open(path, synchronous=self._synchronous)
         except Unusable as error:
+            Segment.delete_lock(path)
             if error.cause == "torn":
-                # Ours by its databases and by its mark, and torn by a crash: nothing in it can be trusted or is missed.
+                # Ours by its databases, and LMDB could die of it: nothing in it can be trusted, and little is missed.
                 self._damage.note(error.cause, f"{path} and its blocks are dropped: {error.reason}")
                 Segment.delete_files(path)
             else:
@@ -141,6 +143,7 @@ class SegmentPool:
             return
         if segment.sequence and any(segment.sequence == other.sequence for other in self.segments):
             segment.close()
+            Segment.delete_lock(path)
             self._set_aside(path, "duplicate", "another segment has the same sequence number, one is a copy")
             return
         self.segments.append(segment)

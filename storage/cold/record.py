@@ -38,7 +38,6 @@ __all__ = [
 _BODY = struct.Struct("<32sIIQQII8s32s32s")
 _ENTRY = struct.Struct("<IIQQII8s32s32s")
 _PLACE = struct.Struct("<II")
-_LENGTH = struct.Struct("<Q")
 
 KEY_AT = 8
 ENTRY_AT = KEY_AT + 32
@@ -80,8 +79,7 @@ def place(entry: bytes) -> tuple[int, int]:
 
 def length(entry: bytes) -> int:
     """Return the payload length of an entry, in bytes."""
-    (nbytes,) = _LENGTH.unpack_from(entry, 8)
-    return int(nbytes)
+    return int.from_bytes(entry[8:16], "little")
 
 
 def decode_meta(entry: bytes) -> BlockMeta:

@@ -23,15 +23,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import lmdb
 
 from tierkv.errors import StorageError, StorageFull
 from tierkv.storage.cold import record
-from tierkv.storage.cold.datafile import PAGE_BYTES, Unusable, check_file, verify_tree
+from tierkv.storage.cold.datafile import HEAD_BYTES, PAGE_BYTES, Unusable, check_file, verify_tree
+from tierkv.storage.cold.trees import check_trees
 from tierkv.storage.tier import BlockMeta, Buffer
 
-__all__ = ["FORMAT_VERSION", "Segment", "footprint", "stored_bytes"]
+__all__ = ["FORMAT_VERSION", "Segment", "footprint", "is_damage", "stored_bytes"]
 
 FORMAT_VERSION = 1
 
@@ -58,6 +60,12 @@ def footprint(size: int) -> int:
 def stored_bytes(container: int) -> int:
     """Return the bytes of a segment that a container of this length takes, in whole pages and with its index."""
     return -(-(container + 16) // PAGE_BYTES) * PAGE_BYTES + _INDEX_BYTES
+
+
+def is_damage(error: Exception) -> bool:
+    """Say whether an error means that the file is damaged, not that the system refused or that there is no room."""
+    damaged = isinstance(error, lmdb.Error) and getattr(error, "code", 0) < 0
+    return isinstance(error, Unusable) or (damaged and not isinstance(error, lmdb.MapFullError))
 
 
 class Segment:
@@ -89,17 +97,23 @@ class Segment:
         self._writes = 0
         self._next_ordinal = 0
         self._full = False
-        self._env = lmdb.open(
-            str(path),
-            map_size=size,
-            subdir=False,
-            writemap=True,
-            sync=synchronous,
-            max_dbs=len(_NAMES),
-            max_readers=_MAX_READERS,
-            mode=0o600,
-            lib_version=0,
-        )
+        _reserve_lock(path)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._env = lmdb.open(
+                str(path),
+                map_size=size,
+                subdir=False,
+                writemap=True,
+                sync=synchronous,
+                max_dbs=len(_NAMES),
+                max_readers=_MAX_READERS,
+                mode=0o600,
+                lib_version=0,
+            )
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     @classmethod
     def create(cls, path: Path, size: int, *, synchronous: bool) -> Segment:
@@ -116,14 +130,14 @@ class Segment:
                 made._write_header(0)
                 made._env.sync(True)
             finally:
-                made._env.close()
+                made.close()
+            _lock_file(unfinished).rename(_lock_file(path))
             unfinished.rename(path)
-        except (OSError, lmdb.Error) as error:
-            unfinished.unlink(missing_ok=True)
+            return cls.open(path, synchronous=synchronous)
+        except (OSError, lmdb.Error, Unusable) as error:
+            for file in (unfinished, _lock_file(unfinished)):
+                file.unlink(missing_ok=True)
             raise _storage_error(f"segment {path} cannot be created", error) from error
-        finally:
-            _lock_file(unfinished).unlink(missing_ok=True)
-        return cls.open(path, synchronous=synchronous)
 
     @classmethod
     def open(cls, path: Path, *, synchronous: bool) -> Segment:
@@ -135,6 +149,8 @@ class Segment:
             size = check_file(path, _NAMES)
             if suspect:
                 verify_tree(path)
+            else:
+                check_trees(path, _NAMES)
             if path.stat().st_blocks * 512 < size:
                 _reserve_space(path, size)
             # Until it has been read whole it is suspect: should LMDB die on it, the next start verifies it first.
@@ -155,9 +171,10 @@ class Segment:
 
     def _open_databases(self, *, create: bool) -> None:
         self._header, self._index, self._blocks = (self._env.open_db(name, create=create) for name in _NAMES)
+        self._known_heads = self._heads()
 
     def _read_header(self) -> None:
-        with self._env.begin() as txn:
+        with self._begin() as txn:
             value = txn.get(_SEGMENT, db=self._header) or b""
             magic, version, sequence = _HEADER.unpack(value)
             if magic != _MAGIC:
@@ -170,11 +187,56 @@ class Segment:
         self._next_ordinal = last + 1
 
     def _write_header(self, sequence: int, *, reserve: bool = False) -> None:
-        with self._env.begin(write=True) as txn:
+        with self._write() as txn:
             txn.put(_SEGMENT, _HEADER.pack(_MAGIC, FORMAT_VERSION, sequence), db=self._header)
             if reserve:
                 txn.put(_RESERVE, bytes(self.size // RESERVE_FRACTION + SPARE_PAGES * PAGE_BYTES), db=self._header)
         self.sequence = sequence
+
+    def check_place(self) -> None:
+        """Raise `Unusable` unless the file is still whole and where it was. Two system calls.
+
+        A write into a map whose file was cut short is a SIGBUS, and one into a file that was deleted is lost.
+        """
+        self._check_size()
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            raise Unusable("removed", "somebody deleted or renamed it") from None
+        if not os.path.samestat(there, os.fstat(self._fd)):
+            raise Unusable("replaced", "another file lies in its place")
+
+    def check_trees(self) -> None:
+        """Raise `Unusable` unless what LMDB follows in the file is sound. Nobody may be writing. Blocks on reads."""
+        self.check_place()
+        check_file(self.path, _NAMES)
+        check_trees(self.path, _NAMES, values=True)
+
+    def _begin(self, **options: Any) -> Any:
+        """Begin a transaction, unless the file was cut short: touching the map would be a SIGBUS (`Unusable`)."""
+        self._check_size()
+        return self._env.begin(**options)
+
+    @contextmanager
+    def _write(self) -> Iterator[Any]:
+        """A write transaction, unless the file is not as the last one left it (`Unusable`).
+
+        LMDB starts from the headers in its map, and dies of impossible ones.
+        """
+        self.check_place()
+        if self._heads() != self._known_heads:
+            raise Unusable("header", "its header was changed by somebody else")
+        with self._env.begin(write=True) as txn:
+            yield txn
+        self._known_heads = self._heads()
+
+    def _heads(self) -> list[bytes]:
+        return [os.pread(self._fd, HEAD_BYTES, number * PAGE_BYTES) for number in (0, 1)]
+
+    def _check_size(self) -> None:
+        nbytes = os.fstat(self._fd).st_size
+        if nbytes != self.size:
+            raise Unusable("truncated", f"it has {nbytes} bytes now, not {self.size}")
 
     def begin(self, sequence: int) -> None:
         """Turn an empty segment into the one being filled, number `sequence`."""
@@ -192,14 +254,14 @@ class Segment:
         """Return how many `stored_bytes` still fit, 0 once an `append` found less (free pages need not be adjacent)."""
         if self._full:
             return 0
-        with self._env.begin() as txn:
+        with self._begin() as txn:
             stats = [txn.stat(db) for db in (self._header, self._index, self._blocks)]
-        used = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
+        used = sum(int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) for stat in stats)
         return self.size - (used + SPARE_PAGES) * PAGE_BYTES
 
     def stored_bytes(self) -> int:
         """Return the bytes of the pages that hold containers."""
-        with self._env.begin() as txn:
+        with self._begin() as txn:
             stat = txn.stat(self._blocks)
         return PAGE_BYTES * int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
 
@@ -219,26 +281,26 @@ class Segment:
 
     def _append(self, items: Sequence[tuple[bytes, BlockMeta, Buffer]]) -> list[bytes]:
         entries = []
-        with self._env.begin(write=True) as txn:
+        with self._write() as txn:
             for ordinal, (key, meta, container) in enumerate(items, self._next_ordinal):
                 at = _ORDINAL.pack(ordinal)
                 row = record.encode(key, meta, self.sequence, ordinal)
-                txn.put(at, container, append=True, db=self._blocks)
-                txn.put(at, row, append=True, db=self._index)
+                stored = txn.put(at, container, append=True, db=self._blocks)
+                if not stored or not txn.put(at, row, append=True, db=self._index):
+                    raise Unusable("torn", "it holds an ordinal higher than the last one given out")
                 entries.append(row[record.ENTRY_AT :])
         return entries
 
     @contextmanager
     def values(self) -> Iterator[Callable[[int], memoryview | None]]:
         """Lend containers by ordinal (None: no such one), in place, valid inside the context only."""
-        with self._env.begin(db=self._blocks, buffers=True) as txn:
+        with self._begin(db=self._blocks, buffers=True) as txn:
             yield lambda ordinal: txn.get(_ORDINAL.pack(ordinal))
 
-    def records(self) -> Iterator[tuple[int, bytes]]:
-        """Yield ordinals and index records in the order they were stored."""
-        with self._env.begin() as txn:
-            for at, row in txn.cursor(self._index):
-                yield int.from_bytes(at, "big"), row
+    def records(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield ordinals, as 4 big-endian bytes, and index records in the order they were stored."""
+        with self._begin() as txn:
+            yield from txn.cursor(self._index)
 
     def forget(self, ordinals: Sequence[int]) -> None:
         """Delete index records, so that the blocks do not come back at a restart."""
@@ -247,24 +309,24 @@ class Segment:
             self._delete_records(ordinals)
         except lmdb.MapFullError:
             # Nothing else has a free page left; the price is that emptying this segment may have to recreate it.
-            with self._env.begin(write=True) as txn:
+            with self._write() as txn:
                 txn.delete(_RESERVE, db=self._header)
             self._write_header(self.sequence)
             self._delete_records(ordinals)
 
     def _delete_records(self, ordinals: Sequence[int]) -> None:
-        with self._env.begin(write=True) as txn:
+        with self._write() as txn:
             for ordinal in ordinals:
                 txn.delete(_ORDINAL.pack(ordinal), db=self._index)
 
     def empty(self) -> None:
         """Forget everything at once. Nobody may be reading. Raises `lmdb.MapFullError` when only recreating helps."""
         self._mark()
-        with self._env.begin(write=True) as txn:
+        with self._write() as txn:
             txn.delete(_RESERVE, db=self._header)
         # LMDB reuses a page two transactions after the one that freed it.
         self._write_header(self.sequence)
-        with self._env.begin(write=True) as txn:
+        with self._write() as txn:
             txn.drop(self._blocks, delete=False)
             txn.drop(self._index, delete=False)
             txn.put(_SEGMENT, _HEADER.pack(_MAGIC, FORMAT_VERSION, 0), db=self._header)
@@ -290,20 +352,34 @@ class Segment:
                 self._unmark()
 
     def close(self) -> None:
-        """Close the environment. Nobody may be using it."""
+        """Close the environment. Nobody may be using it. Its lock file stays: later there may be no room for one."""
         self._env.close()
-        _lock_file(self.path).unlink(missing_ok=True)
+        os.close(self._fd)
 
     def remove(self) -> None:
-        """Close the segment and delete its files."""
+        """Close the segment and delete its files; what somebody else put in their place stays."""
+        try:
+            self.check_place()
+            ours = True
+        except Unusable as error:
+            ours = error.cause == "truncated"
         self.close()
-        self.delete_files(self.path)
+        if ours:
+            self.delete_files(self.path)
+        else:
+            self.delete_lock(self.path)
+            self._marker.unlink(missing_ok=True)
 
     @staticmethod
     def delete_files(path: Path) -> None:
         """Delete a segment file that is not open, and what lies beside it."""
         for file in (path, _lock_file(path), path.with_suffix(".unsynced")):
             file.unlink(missing_ok=True)
+
+    @staticmethod
+    def delete_lock(path: Path) -> None:
+        """Delete the lock file of a segment that is not open and will not be used."""
+        _lock_file(path).unlink(missing_ok=True)
 
     def _mark(self) -> None:
         with self._marking:
@@ -330,6 +406,15 @@ def _sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def _reserve_lock(path: Path) -> None:
+    """LMDB maps its lock file too: without disk behind it the first touch is a SIGBUS."""
+    fd = os.open(_lock_file(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, _LOCK_BYTES)
+    finally:
+        os.close(fd)
+
+
 def _reserve_space(path: Path, size: int) -> None:
     free = os.statvfs(path)
     missing = size - path.stat().st_blocks * 512
@@ -342,7 +427,7 @@ def _reserve_space(path: Path, size: int) -> None:
         os.close(fd)
 
 
-def _storage_error(what: str, error: OSError | lmdb.Error) -> StorageError:
+def _storage_error(what: str, error: OSError | lmdb.Error | Unusable) -> StorageError:
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     full = full or (isinstance(error, lmdb.Error) and error.code == errno.ENOSPC)
     if full:

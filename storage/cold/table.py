@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from threading import Condition
 
 from tierkv.storage.cold import record
@@ -28,10 +27,9 @@ class BlockTable:
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._entries: dict[bytes, bytes] = {}
+        self._entries: dict[bytes, bytes] = {}  # the one whose last use is longest ago first
         self._segments: dict[int, Segment] = {}
-        self._touched: dict[bytes, int] = {}
-        self._clock = count(1)
+        self._payload_in: dict[int, int] = {}
         self.payload_bytes = 0
 
     def __len__(self) -> int:
@@ -47,24 +45,50 @@ class BlockTable:
     def snapshot(self) -> list[tuple[bytes, bytes]]:
         """Return all keys and entries, in the order they were stored."""
         with self._changed:
-            return list(self._entries.items())
+            blocks = list(self._entries.items())
+        return sorted(blocks, key=lambda block: record.place(block[1]))
+
+    def keys_by_use(self) -> list[bytes]:
+        """Return all keys, those whose last use (or storing, if there was none) is longest ago first."""
+        with self._changed:
+            return list(self._entries)
+
+    def payload_in(self, segment: Segment) -> int:
+        """Return the sum of the payload lengths of a segment's blocks."""
+        return self._payload_in[segment.sequence]
+
+    def lying_in(self, segment: Segment) -> list[bytes]:
+        """Return the keys of a segment's blocks. Looks at every block there is."""
+        prefix = record.sequence_prefix(segment.sequence)
+        with self._changed:
+            return [key for key, entry in self._entries.items() if entry.startswith(prefix)]
 
     def register(self, segment: Segment) -> None:
         """Make a segment's sequence number known, before any of its blocks is published."""
         with self._changed:
             self._segments[segment.sequence] = segment
+            self._payload_in[segment.sequence] = 0
 
     def publish(self, segment: Segment, blocks: Iterable[tuple[bytes, bytes]]) -> dict[Segment, list[int]]:
-        """Enter blocks that lie in `segment`; return the places they had before, ordinals by segment."""
+        """Enter blocks that lie in `segment`; return the places they had before, ordinals by segment.
+
+        New blocks count as used now; what is known of the use of others stays.
+        """
         superseded: dict[Segment, list[int]] = {}
         with self._changed:
+            entries, length = self._entries, record.length
+            payload = count = 0
             for key, entry in blocks:
-                if key in self._entries:
-                    old, ordinal = self._remove(key)
+                before = entries.get(key)
+                if before is not None:
+                    old, ordinal = self._leave_segment(before)
                     superseded.setdefault(old, []).append(ordinal)
-                self._entries[key] = entry
-                self.payload_bytes += record.length(entry)
-                segment.blocks += 1
+                entries[key] = entry
+                payload += length(entry)
+                count += 1
+            self.payload_bytes += payload
+            self._payload_in[segment.sequence] += payload
+            segment.blocks += count
         return superseded
 
     def remove(self, key: bytes, entry: bytes | None = None) -> tuple[Segment, int] | None:
@@ -73,8 +97,7 @@ class BlockTable:
             found = self._entries.get(key)
             if found is None or (entry is not None and found is not entry):
                 return None
-            self._touched.pop(key, None)
-            return self._remove(key)
+            return self._leave_segment(self._entries.pop(key))
 
     def withdraw(self, segment: Segment, keys: Iterable[bytes]) -> list[bytes]:
         """Take all of a segment's blocks out, wait until its last reader has left, return the keys that were there."""
@@ -83,32 +106,20 @@ class BlockTable:
             for key in keys:
                 entry = self._entries.get(key)
                 if entry is not None and record.place(entry)[0] == segment.sequence:
-                    self._remove(key)
-                    self._touched.pop(key, None)
+                    self._leave_segment(self._entries.pop(key))
                     gone.append(key)
             self._segments.pop(segment.sequence, None)
+            self._payload_in.pop(segment.sequence, None)
             self._changed.wait_for(lambda: segment.readers == 0)
         return gone
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Note that blocks were used."""
-        with self._changed:
-            now = next(self._clock)
-            for key in keys:
-                if key in self._entries:
-                    self._touched[key] = now
-
-    def recently_used(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return those of `keys` that were touched since they were stored or carried, the latest first."""
-        with self._changed:
-            used = [key for key in keys if key in self._touched]
-            return sorted(used, key=self._touched.__getitem__, reverse=True)
-
-    def rest(self, keys: Iterable[bytes]) -> None:
-        """Forget that blocks were used."""
+        """Note that blocks were used, the least recent use first."""
         with self._changed:
             for key in keys:
-                self._touched.pop(key, None)
+                entry = self._entries.pop(key, None)
+                if entry is not None:
+                    self._entries[key] = entry
 
     @contextmanager
     def reading(self, key: bytes) -> Iterator[tuple[Segment, bytes] | None]:
@@ -141,17 +152,18 @@ class BlockTable:
         """Forget everything and wait until nobody reads any of `segments`."""
         with self._changed:
             self._entries.clear()
-            self._touched.clear()
             self._segments.clear()
+            self._payload_in.clear()
             self.payload_bytes = 0
             self._changed.wait_for(lambda: not any(segment.readers for segment in segments))
 
-    def _remove(self, key: bytes) -> tuple[Segment, int]:
-        entry = self._entries.pop(key)
+    def _leave_segment(self, entry: bytes) -> tuple[Segment, int]:
+        """Count a block out of the segment it lies in; return its place."""
         sequence, ordinal = record.place(entry)
         segment = self._segments[sequence]
         segment.blocks -= 1
         self.payload_bytes -= record.length(entry)
+        self._payload_in[sequence] -= record.length(entry)
         return segment, ordinal
 
     def _leave(self, segment: Segment) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, ClassVar, Literal, get_args
@@ -30,6 +30,7 @@ from tierkv.errors import (
 from tierkv.storage.codecs import codec_by_name
 from tierkv.storage.cold import record
 from tierkv.storage.cold.damage import DamageLog
+from tierkv.storage.cold.datafile import Unusable
 from tierkv.storage.cold.directory import StoreDirectory
 from tierkv.storage.cold.pool import SegmentPool
 from tierkv.storage.cold.segment import Segment
@@ -42,6 +43,8 @@ __all__ = ["ColdTier", "SegmentInfo", "SyncLevel"]
 
 SyncLevel = Literal["none", "interval", "commit"]
 _PORTION_BYTES = 4 << 20
+_STRUCTURAL = frozenset({"segment", "missing", "truncated"})
+"""Causes of a failed read after which LMDB is not trusted with the segment before it was looked at."""
 SegmentState = Literal["empty", "filling", "sealed"]
 
 
@@ -69,7 +72,8 @@ class ColdTier(Tier):
         Size of a segment file, the unit of eviction. A block may take a quarter of it, coded. Lowered so far that a
         whole number of segments, at least four, uses the capacity up.
     codec
-        Codec for new blocks, see `tierkv.storage.codecs`. Any block is readable whatever this says.
+        Codec for new blocks whose meta names none, see `tierkv.storage.codecs`. Any block is readable, whatever this
+        says.
     sync
         When written blocks go to the disk. ``none``: by `flush` and `close`, else when the kernel likes. ``interval``:
         also every `sync_interval_s` seconds and when a segment is full. ``commit``: before `put` returns. The death of
@@ -164,7 +168,8 @@ class ColdTier(Tier):
                 if isinstance(coded, TierKVError):
                     outcomes[index] = coded
                 else:
-                    writes.append(Write(index, items[index][0], items[index][2], coded))
+                    container, meta = coded
+                    writes.append(Write(index, items[index][0], meta, container))
             for index, error in self._store(writes):
                 outcomes[index] = error
         for index, (key, _, _) in enumerate(items):
@@ -185,8 +190,9 @@ class ColdTier(Tier):
                 try:
                     with segment.values() as container_at:
                         _decode(container_at(record.place(entry)[1]), meta, out)
-                except lmdb.Error as error:
-                    raise CorruptBlock(f"a block's segment cannot be read: {error}", cause="segment") from error
+                except (lmdb.Error, Unusable) as error:
+                    cause = error.cause if isinstance(error, Unusable) else "segment"
+                    raise CorruptBlock(f"a block's segment cannot be read: {error}", cause=cause) from error
         except CorruptBlock as error:
             # `found` is bound here: nothing else in there raises it.
             self._condemn(key, entry, segment.path, error)
@@ -204,8 +210,11 @@ class ColdTier(Tier):
             found = self._table.remove(key)
             if found is None:
                 return False
-            self._writer.forget(*found)
-            return True
+            segment, ordinal = found
+            self._writer.forget(segment, [ordinal])
+            evicted = self._writer.take_evicted()
+        self._report_evicted(evicted)
+        return True
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note that blocks were used: the next time their segment is emptied they are carried forward. Cheap.
@@ -291,7 +300,10 @@ class ColdTier(Tier):
 
     def _stored_bytes(self, segment: Segment) -> int:
         with self._table.inside(segment) as usable:
-            return segment.stored_bytes() if usable else 0
+            try:
+                return segment.stored_bytes() if usable else 0
+            except (lmdb.Error, Unusable):  # damaged, which the next write to it or read from it finds
+                return 0
 
     def _check_open(self) -> None:
         if self._closed:
@@ -307,15 +319,22 @@ class ColdTier(Tier):
         self._report_evicted(evicted)
         return failed
 
-    def _encode(self, items: Sequence[tuple[bytes, Buffer, BlockMeta]]) -> Iterable[Buffer | TierKVError]:
+    def _encode(
+        self, items: Sequence[tuple[bytes, Buffer, BlockMeta]]
+    ) -> Iterable[tuple[Buffer, BlockMeta] | TierKVError]:
         if self._coders is None or len(items) < 2:
             return map(self._encode_one, items)
         return self._coders.map(self._encode_one, items)
 
-    def _encode_one(self, item: tuple[bytes, Buffer, BlockMeta]) -> Buffer | TierKVError:
+    def _encode_one(self, item: tuple[bytes, Buffer, BlockMeta]) -> tuple[Buffer, BlockMeta] | TierKVError:
+        """Return a block's container, and its meta with the checksum that reads of it will have."""
         _, payload, meta = item
+        name = meta.codec or self._codec
         try:
-            return pack(payload, meta.layout, self._codec, meta.checksum)
+            container = pack(payload, meta.layout, name, meta.checksum)
+            if codec_by_name(name).lossy:
+                meta = replace(meta, checksum=peek(container).payload_checksum)
+            return container, meta
         except TierKVError as error:
             return error
 
@@ -324,8 +343,18 @@ class ColdTier(Tier):
         self._damage.note(error.cause, f"a block in {where} was dropped: {error.message}")
         with self._writing:
             found = self._table.remove(key, entry) if not self._closed else None
-            if found is not None:
-                self._writer.forget(*found)
+            if found is None:
+                return
+            segment, ordinal = found
+            try:
+                if error.cause in _STRUCTURAL:
+                    self._writer.examine(segment)
+                if segment in self._pool.segments:
+                    self._writer.forget(segment, [ordinal])
+            except StorageError as refused:  # it comes back with the next start, and is found again
+                self._damage.note("sync", refused.message)
+            evicted = self._writer.take_evicted()
+        self._report_evicted(evicted)
 
     def _report_evicted(self, evicted: Sequence[bytes]) -> None:
         # Another thread may have stored one of them again meanwhile.

@@ -1,13 +1,16 @@
-"""The one writer of a cold store: fills segments, and empties the oldest to go on when there is no room for more.
+"""The one writer of a cold store: fills segments, and empties one to go on when there is no room for more.
 
-Emptying is a second chance: blocks that were used since they were stored are copied into the segment being filled,
-the latest used first and at most a quarter of a segment, so every round gains at least three quarters. To leave room
-for them the oldest segment is emptied before the filling one is full. A copy is committed before its original goes: a
-process killed between the two leaves both, and the next start drops the older.
+It follows LRU as closely as whole segments allow. The blocks whose last use is longest ago, a sixteenth of all, are
+*stale*; emptied is the segment with the least else in it, and what is not stale is copied into the segment being
+filled, the latest used first. To leave room for it, that happens before the filling segment is full, but never before
+an eighth of it was new: so every round makes progress. Where nothing was used again the oldest segment is all stale and
+goes without a copy. A copy is committed before its original goes: a process killed between the two leaves both, and the
+next start drops the older.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +19,9 @@ import lmdb
 from tierkv.errors import BlockTooLarge, StorageError, StorageFull, TierKVError
 from tierkv.storage.cold import record
 from tierkv.storage.cold.damage import DamageLog
-from tierkv.storage.cold.datafile import PAGE_BYTES
+from tierkv.storage.cold.datafile import PAGE_BYTES, Unusable
 from tierkv.storage.cold.pool import SegmentPool
-from tierkv.storage.cold.segment import Segment, stored_bytes
+from tierkv.storage.cold.segment import Segment, is_damage, stored_bytes
 from tierkv.storage.cold.table import BlockTable
 from tierkv.storage.tier import BlockMeta, Buffer
 
@@ -26,7 +29,9 @@ __all__ = ["SegmentWriter", "Write"]
 
 _LARGEST = 4  # a container may take 1/4 of a segment
 _OVERHEAD = 4 * PAGE_BYTES  # of a container's header, its pages and its index record, rounded up
-_CARRIED = 4  # emptying a segment carries at most 1/4 of it
+_STALE = 16  # 1/16 of all blocks may go: fewer, and segments are emptied for little; more, and what goes is too young
+_NEW = 8  # at least 1/8 of what a segment takes is new, the rest may be carried from others
+_AHEAD = 4  # the last 1/4 of a segment is for carried blocks; what is free in it need not be adjacent
 _TRANSACTION = 8  # one transaction writes at most 1/8 of a segment, or one container
 
 
@@ -48,6 +53,15 @@ class _Carried:
     container: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """While `filling` is filled: the segment to empty next, and the bytes of `filling` kept for what it will carry."""
+
+    filling: Segment
+    victim: Segment
+    ahead: int
+
+
 class SegmentWriter:
     """Changes segments and table together. Not thread-safe: the tier calls it under its writing lock."""
 
@@ -57,6 +71,7 @@ class SegmentWriter:
         self._damage = damage
         self._evicted: list[bytes] = []
         self._sealed = False
+        self._next: _Next | None = None
 
     @property
     def largest_payload(self) -> int:
@@ -75,12 +90,12 @@ class SegmentWriter:
                 if broken:
                     self._damage.note("index", f"{len(broken)} index records of {segment.path} are damaged; dropped")
                     segment.forget(broken)
-            except lmdb.Error as error:
+            except (lmdb.Error, Unusable, struct.error) as error:
                 self._pool.set_aside(segment, "index", f"its index cannot be read: {error}")
                 continue
             self._table.register(segment)
             for older, ordinals in self._table.publish(segment, blocks.items()).items():
-                older.forget(ordinals)
+                self.forget(older, ordinals)
         for segment in self._pool.segments:
             segment.settle()
 
@@ -93,22 +108,40 @@ class SegmentWriter:
                 failed.append((write.index, self._too_large(write)))
             elif write.key not in self._table:
                 todo.append(write)
+        may_drop = len(self._pool.segments) + 1  # all there are, and not one new one after the other
         while todo:
             try:
                 stored = self._store_some(todo)
-            except (OSError, lmdb.Error) as error:
+            except (OSError, lmdb.Error, Unusable) as error:
+                filling = self._pool.filling
+                if filling is not None and is_damage(error) and may_drop:
+                    may_drop -= 1
+                    self._drop(filling, error)
+                    continue
                 refused = error if isinstance(error, StorageError) else _refusal(error)
                 failed.extend((write.index, refused) for write in todo)
                 break
             todo = todo[stored:]
         return failed
 
-    def forget(self, segment: Segment, ordinal: int) -> None:
-        """Make sure that a block taken out of the table stays out after a restart. Raises `StorageError`."""
+    def forget(self, segment: Segment, ordinals: Sequence[int]) -> None:
+        """Make sure that blocks taken out of the table stay out after a restart. Raises `StorageError`.
+
+        A segment that has no room even for this, or is damaged, is dropped.
+        """
         try:
-            segment.forget([ordinal])
-        except (OSError, lmdb.Error) as error:
-            raise _refusal(error) from error
+            segment.forget(ordinals)
+        except (OSError, lmdb.Error, Unusable) as error:
+            if not is_damage(error) and not isinstance(error, lmdb.MapFullError):
+                raise _refusal(error) from error
+            self._drop(segment, error)
+
+    def examine(self, segment: Segment) -> None:
+        """Drop a segment whose structure turns out to be damaged. Blocks on reads."""
+        try:
+            segment.check_trees()
+        except (OSError, Unusable) as error:
+            self._drop(segment, error)
 
     def take_evicted(self) -> list[bytes]:
         """Return the keys dropped by emptying segments since the last call."""
@@ -128,8 +161,9 @@ class SegmentWriter:
 
     def _store_some(self, todo: Sequence[Write]) -> int:
         """Store the first few of `todo` in one transaction; return how many, 0 when the segment turned out full."""
-        segment = self._segment_for(stored_bytes(len(todo[0].container)))
-        room = min(segment.room(), max(segment.size // _TRANSACTION, stored_bytes(len(todo[0].container))))
+        needed = stored_bytes(len(todo[0].container))
+        segment, room = self._segment_for(needed)
+        room = min(room, max(segment.size // _TRANSACTION, needed))
         batch: list[Write] = []
         for write in todo:
             room -= stored_bytes(len(write.container))
@@ -140,13 +174,13 @@ class SegmentWriter:
             entries = segment.append([(write.key, write.meta, write.container) for write in batch])
         except lmdb.MapFullError:
             if segment.fresh:
-                raise
+                raise Unusable("torn", "it is empty and has no room: it has lost count of its pages") from None
             return 0
         self._table.publish(segment, zip((write.key for write in batch), entries, strict=True))
         return len(batch)
 
-    def _segment_for(self, needed: int) -> Segment:
-        """Return the segment to fill, with room for `needed` bytes."""
+    def _segment_for(self, needed: int) -> tuple[Segment, int]:
+        """Return the segment to fill, and how many bytes it may take before this is asked again: at least `needed`."""
         pool = self._pool
         while True:
             filling = pool.filling
@@ -154,19 +188,54 @@ class SegmentWriter:
                 self._advance()
                 continue
             room = filling.room()
-            last_quarter = room < filling.size // _CARRIED
-            if last_quarter and pool.spare is None and not pool.may_grow and pool.oldest_sealed is not None:
-                self._empty(pool.oldest_sealed, carry_into=filling)
-            elif room >= needed:
-                return filling
-            else:
+            if pool.spare is not None or pool.may_grow or pool.oldest_sealed is None:
+                if room >= needed:
+                    return filling, room
                 self._advance()
+                continue
+            victim, ahead = self._next_victim(filling, room, needed)
+            if room >= needed + ahead:
+                return filling, room - ahead
+            self._empty(victim)
+
+    def _next_victim(self, filling: Segment, room: int, needed: int) -> tuple[Segment, int]:
+        """Return the segment to empty next, and how much of the filling one to leave for what it will carry, in bytes.
+
+        Decided once per filling segment: what is to be carried would not fit if another one were chosen in the end.
+        """
+        planned = self._next
+        if planned is None or planned.filling is not filling or planned.victim not in self._pool.segments[:-1]:
+            victim, share = self._choose_victim()
+            carried = max(int(share * victim.size), filling.size // _AHEAD)
+            planned = _Next(filling, victim, max(0, min(carried, room - max(room // _NEW, needed))))
+            self._next = planned
+        return planned.victim, planned.ahead
+
+    def _choose_victim(self) -> tuple[Segment, float]:
+        """Return the sealed segment with the least in it that is not stale, and the share that this is of its payload.
+
+        There must be a sealed one.
+        """
+        sealed = [segment for segment in self._pool.segments[:-1] if segment.sequence]
+        keys = self._table.keys_by_use()
+        worth = {segment.sequence: self._table.payload_in(segment) for segment in sealed}
+        for key in keys[: self._stale(len(keys))]:
+            entry = self._table.get(key)
+            if entry is not None and (sequence := record.place(entry)[0]) in worth:
+                worth[sequence] -= record.length(entry)
+        victim = min(sealed, key=lambda segment: worth[segment.sequence])
+        return victim, worth[victim.sequence] / max(1, self._table.payload_in(victim))
+
+    def _stale(self, blocks: int) -> int:
+        """Return how many of `blocks` are stale; at least a segment's worth, so that nothing is copied needlessly."""
+        oldest = self._pool.oldest_sealed
+        return max(blocks // _STALE, oldest.blocks if oldest is not None else 0)
 
     def _advance(self) -> None:
         """Begin the next segment: an empty one, else a new one, else the oldest emptied."""
         pool = self._pool
         while (spare := pool.spare) is None:
-            victim = pool.oldest_sealed or pool.filling
+            victim = pool.filling
             if pool.may_grow or victim is None:
                 try:
                     pool.grow()
@@ -175,15 +244,36 @@ class SegmentWriter:
                     if victim is None:
                         raise
                     self._damage.note("disk-full", f"the cold store stays smaller than its capacity: {error}")
-            self._empty(victim, carry_into=None)
-        self._sealed = pool.filling is not None
-        pool.begin(spare)
+            self._empty(self._choose_victim()[0] if pool.oldest_sealed is not None else victim)
+        try:
+            pool.begin(spare)
+        except (lmdb.Error, Unusable) as error:
+            # An empty segment without room has lost count of its pages.
+            if not is_damage(error) and not isinstance(error, lmdb.MapFullError):
+                raise
+            self._drop(spare, error)
+            return
+        self._sealed = len(pool.segments) > 1
         self._table.register(spare)
 
-    def _empty(self, victim: Segment, carry_into: Segment | None) -> None:
+    def _drop(self, segment: Segment, error: Exception) -> None:
+        """Give up a segment that LMDB must not be let near any more, with all its blocks."""
+        keys = self._table.lying_in(segment)
+        cause = error.cause if isinstance(error, Unusable) else "torn"
+        self._damage.note(cause, f"{segment.path} and its {len(keys)} blocks are dropped: {error}")
+        self._evicted += self._table.withdraw(segment, keys)
+        self._pool.discard(segment)
+
+    def _empty(self, victim: Segment) -> None:
+        try:
+            victim.check_trees()
+        except (OSError, Unusable) as error:
+            self._drop(victim, error)
+            return
         keys = [row[record.KEY_AT : record.ENTRY_AT] for _, row in victim.records()]
-        if carry_into is not None:
-            self._carry(victim, keys, carry_into)
+        target = self._pool.filling
+        if target is not None and target is not victim:
+            self._carry(victim, keys, target)
         self._evicted += self._table.withdraw(victim, keys)
         if victim.size == self._pool.segment_bytes:
             try:
@@ -195,19 +285,21 @@ class SegmentWriter:
         self._pool.discard(victim)
 
     def _carry(self, victim: Segment, keys: Sequence[bytes], target: Segment) -> None:
-        """Copy the blocks worth keeping from `victim` to `target`, as far as the budget goes."""
-        budget = min(target.room(), self._pool.segment_bytes // _CARRIED)
-        worth = self._table.recently_used(keys)
+        """Copy what is not stale of `victim`, which has held `keys`, to `target`, as far as there is room."""
+        room = target.room()
+        by_use = self._table.keys_by_use()
+        worth = set(keys).difference(by_use[: self._stale(len(by_use))])
+        lies_there = record.sequence_prefix(victim.sequence)
         with victim.values() as container_at:
             chosen: list[_Carried] = []
-            for key in worth:
+            for key in filter(worth.__contains__, reversed(by_use)):
                 entry = self._table.get(key)
-                if entry is None or record.place(entry)[0] != victim.sequence:
+                if entry is None or not entry.startswith(lies_there):
                     continue
                 ordinal = record.place(entry)[1]
                 container = container_at(ordinal)
-                if container is not None and stored_bytes(len(container)) <= budget:
-                    budget -= stored_bytes(len(container))
+                if container is not None and stored_bytes(len(container)) <= room:
+                    room -= stored_bytes(len(container))
                     chosen.append(_Carried(ordinal, key, entry, container))
             self._copy(chosen, target)
 
@@ -228,18 +320,18 @@ class SegmentWriter:
             return
         moved = [block.key for block in in_order]
         self._table.publish(target, zip(moved, entries, strict=True))
-        self._table.rest(moved)
 
 
 def _read_index(segment: Segment, blocks: dict[bytes, bytes], broken: list[int]) -> None:
     """Sort a segment's records into whole ones (by key) and broken ones (ordinals)."""
     intact, sequence = record.intact, record.sequence_prefix(segment.sequence)
     for ordinal, row in segment.records():
-        if intact(row) and row.startswith(sequence, record.ENTRY_AT):
-            blocks[row[record.KEY_AT : record.ENTRY_AT]] = row[record.ENTRY_AT :]
+        entry = row[record.ENTRY_AT :]
+        if intact(row) and entry.startswith(sequence + ordinal[::-1]):  # an entry begins with its place, little-endian
+            blocks[row[record.KEY_AT : record.ENTRY_AT]] = entry
         else:
-            broken.append(ordinal)
+            broken.append(int.from_bytes(ordinal, "big"))
 
 
-def _refusal(error: OSError | lmdb.Error) -> StorageError:
+def _refusal(error: Exception) -> StorageError:
     return StorageError(f"the cold store cannot be written: {error}", remedy="check its disk and its directory")

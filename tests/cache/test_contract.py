@@ -9,6 +9,7 @@ import pytest
 
 from tierkv.cache import Cache, Chain, Hit, Written
 from tierkv.errors import BodyMismatch, ChecksumMismatch, InvalidRequest, LeaseLost, NotFound
+from tierkv.handles import LeasedWriter
 from tierkv.spec import KVGroup, KVSpec
 from tierkv.storage.tier import checksum
 
@@ -214,6 +215,22 @@ def test_a_block_is_committed_once(cache: Cache, spec: KVSpec) -> None:
         lease.buffer(1)
     with pytest.raises(LeaseLost):
         lease.renew(1.0)
+
+
+def test_written_blocks_are_what_was_written_last(cache: Cache, spec: KVSpec) -> None:
+    chain = make_chain(spec, 3)
+    with cache.reserve(chain) as lease:
+        assert isinstance(lease, LeasedWriter)
+        for index in (2, 0, 1):
+            lease.write(index, payload(spec, chain, index))
+        lease.write(1, bytes(BLOCK_BYTES))
+        lease.buffer(1)[:] = payload(spec, chain, 1)  # after `write` has summed other bytes
+        with pytest.raises(BodyMismatch):
+            lease.write(0, bytes(BLOCK_BYTES - 1))
+        assert lease.commit() == 3
+    with cache.acquire(chain) as read:
+        assert read.hit_blocks == 3
+        assert_intact(read, spec, chain)
 
 
 def test_a_wrong_checksum_publishes_nothing_and_can_be_repaired(cache: Cache, spec: KVSpec) -> None:

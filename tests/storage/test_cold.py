@@ -135,6 +135,16 @@ def test_carrying_leaves_room_for_progress_and_prefers_the_latest_used(open_cold
     assert present(tier, [0]) == [0]
 
 
+def test_blocks_in_use_stay_even_when_they_fill_a_segment(open_cold: OpenCold) -> None:
+    tier = open_cold()
+    used = list(range(30))
+    put(tier, *used)
+    for number in range(100, 500):
+        tier.touch([key_of(n) for n in used])
+        put(tier, number)
+    assert present(tier, used) == used
+
+
 def test_a_carried_block_is_found_once_after_a_restart(open_cold: OpenCold) -> None:
     tier = open_cold()
     put(tier, *range(10))
