@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tierkv.storage.superblocks import SuperblockAllocator, slot_bytes
 from tierkv.storage.tier import Slot, SlotTier, TierUsage
 
@@ -45,3 +47,7 @@ class PooledTier(SlotTier):
         self._check_open()
         slots = self.allocator.usage()
         return TierUsage(slots.capacity_bytes, slots.used_bytes, self._payload_bytes, len(self._resident))
+
+    def describe(self) -> dict[str, Any]:
+        """As `Tier.describe`; `stranded_bytes` are free, but only for blocks of sizes that are in use already."""
+        return {**super().describe(), "stranded_bytes": self.allocator.usage().stranded_bytes}
