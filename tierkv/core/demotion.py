@@ -170,6 +170,8 @@ class Demoter:
                 else:
                     self._placement.mark_cold(entry, stored.checksum)
                     moved[entry.key] = True
+        if moved:
+            self._refused_until = 0.0  # there is room again
         self._remove(cold, unwanted)
         return [moved.get(entry.key, False) for entry in batch]
 

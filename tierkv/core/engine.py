@@ -261,7 +261,8 @@ class Engine:
             if slot is None or checksum(memory.tier.view(slot, entry.meta.length)) == entry.meta.checksum:
                 continue
             with self._state.lock:
-                self.placement.damaged(entry, level, "checksum")
+                if memory.tier.slot(entry.key) == slot:  # else another reader had it removed, and it was loaded anew
+                    self.placement.damaged(entry, level, "checksum")
 
     def _remove(self, entries: Sequence[Entry], reason: str) -> int:
         with self._state.lock:
