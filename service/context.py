@@ -81,11 +81,10 @@ class Context:
 
     def namespace(self, request: web.Request) -> NamespaceInfo:
         """Return the namespace in a request's path or raise `NotFound`."""
-        name = request.match_info["ns"]
-        for info in self.engine.namespaces():
-            if info.name == name:
-                return info
-        raise NotFound(f"namespace {name[:64]!r} is not registered", remedy="PUT its spec to /v1/namespaces first")
+        try:
+            return self.engine.namespace(request.match_info["ns"])
+        except NotFound as error:
+            raise NotFound(error.message, remedy="PUT its spec to /v1/namespaces first") from None
 
     def stats(self) -> dict[str, Any]:
         """Return the engine's stats and the generation they are of."""

@@ -103,6 +103,11 @@ class Engine:
         with self._state.lock:
             return self._state.namespaces.setdefault(info.name, info)
 
+    def namespace(self, name: str) -> NamespaceInfo:
+        """Return a registered namespace or raise `NotFound`."""
+        with self._state.lock:
+            return self._state.namespace(name)
+
     def namespaces(self) -> list[NamespaceInfo]:
         with self._state.lock:
             return list(self._state.namespaces.values())

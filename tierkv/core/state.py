@@ -85,4 +85,4 @@ class State:
         try:
             return self.namespaces[name]
         except KeyError:
-            raise NotFound(f"namespace {name[:64]} is not registered", remedy="register its spec first") from None
+            raise NotFound(f"namespace {name[:64]!r} is not registered", remedy="register its spec first") from None
