@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from threading import Condition
 
 from tierkv.storage.cold import record
@@ -48,10 +49,10 @@ class BlockTable:
             blocks = list(self._entries.items())
         return sorted(blocks, key=lambda block: record.place(block[1]))
 
-    def keys_by_use(self) -> list[bytes]:
-        """Return all keys, those whose last use (or storing, if there was none) is longest ago first."""
+    def keys_by_use(self, most: int | None = None) -> list[bytes]:
+        """Return all keys, or the first `most`, those whose last use (or storing, if there was none) is longest ago."""
         with self._changed:
-            return list(self._entries)
+            return list(islice(self._entries, most))
 
     def payload_in(self, segment: Segment) -> int:
         """Return the sum of the payload lengths of a segment's blocks."""

@@ -217,9 +217,8 @@ class SegmentWriter:
         There must be a sealed one.
         """
         sealed = [segment for segment in self._pool.segments[:-1] if segment.sequence]
-        keys = self._table.keys_by_use()
         worth = {segment.sequence: self._table.payload_in(segment) for segment in sealed}
-        for key in keys[: self._stale(len(keys))]:
+        for key in self._table.keys_by_use(self._stale(len(self._table))):
             entry = self._table.get(key)
             if entry is not None and (sequence := record.place(entry)[0]) in worth:
                 worth[sequence] -= record.length(entry)
