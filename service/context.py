@@ -14,7 +14,8 @@ from aiohttp import web
 
 from tierkv.config import Config
 from tierkv.core.engine import Engine
-from tierkv.core.state import NamespaceInfo, Tenant
+from tierkv.core.state import NamespaceInfo
+from tierkv.core.tenants import Tenant
 from tierkv.errors import NotFound, Unavailable
 from tierkv.wire import GENERATION_HEADER, JSON_TYPE, MSGPACK_TYPE, TENANT_HEADER, check_tenant, decode, encode
 

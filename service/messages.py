@@ -19,16 +19,21 @@ from tierkv.core.state import NamespaceInfo
 from tierkv.errors import InvalidRequest
 from tierkv.keys import HASH_BYTES, adopt_chain, chain_hashes, chain_root
 from tierkv.spec import KVSpec
+from tierkv.wire import SESSION_CHARACTERS
 
 __all__ = [
     "AcquireRequest",
     "BlocksRequest",
     "ChainRequest",
     "CommitRequest",
+    "PauseRequest",
+    "PinRequest",
+    "PrefetchRequest",
     "ReleaseRequest",
     "RenewRequest",
     "ReserveRequest",
     "TouchRequest",
+    "WaitRequest",
     "parse",
     "parse_spec",
 ]
@@ -75,6 +80,7 @@ Names = Annotated[list[str], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Ttl = Annotated[float, Field(gt=0, strict=True)]
+SessionName = Annotated[str, Field(max_length=SESSION_CHARACTERS, strict=True)]
 
 
 class _Message(BaseModel):
@@ -135,6 +141,17 @@ class TouchRequest(ChainRequest):
     group: Annotated[int, Field(ge=0, lt=2**16)] = 0
 
 
+class PrefetchRequest(ChainRequest):
+    deadline_s: Ttl = 60.0
+
+
+class WaitRequest(_Message):
+    """`groups`: wait for the first so many KV groups only."""
+
+    wait_s: Seconds = 10.0
+    groups: Count | None = None
+
+
 class AcquireRequest(ChainRequest):
     """`wait_s` null: wait as long as the daemon allows. `tiers`: memory the caller has mapped; none for HTTP bodies."""
 
@@ -142,6 +159,18 @@ class AcquireRequest(ChainRequest):
     ttl_s: Ttl = 30.0
     max_blocks: Count | None = None
     tiers: Names | None = None
+    compute_s: Seconds = 0.0
+    prefill_tokens_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
+    session: SessionName = ""
+    groups: Annotated[list[StrictInt], Field(fail_fast=True)] | None = None
+
+
+class PinRequest(ChainRequest):
+    ttl_s: Ttl
+
+
+class PauseRequest(_Message):
+    expected_s: Seconds
 
 
 class ReserveRequest(ChainRequest):
@@ -150,6 +179,7 @@ class ReserveRequest(ChainRequest):
     wait_s: Seconds = 1.0
     ttl_s: Ttl = 60.0
     tiers: Names | None = None
+    session: SessionName = ""
 
 
 class CommitRequest(_Message):

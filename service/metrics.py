@@ -20,6 +20,9 @@ _TOTALS = {
     "load_seconds": "Seconds of load work for blocks that requests used.",
     "hidden_seconds": "Part of the load seconds that was over before the request asked.",
     "exposed_seconds": "Part of the load seconds that the request waited for.",
+    "lead_seconds": "Seconds from the arrival of prefetched blocks to their first use.",
+    "wasted_bytes": "Payload bytes that were promoted and left memory again unused.",
+    "shared_tokens": "Tokens that requests got from a neighbour's prefill instead of computing them, too.",
 }
 _LABELLED = {
     "hit_tokens": ("tier", "Tokens served, by the tier that held them when they were first asked for."),
@@ -33,6 +36,8 @@ _LABELLED = {
     "corrupt_blocks": ("where", "Verification failures, by tier and cause."),
     "refused_demotions": ("problem", "Blocks the cold tier would not take."),
     "expired_leases": ("kind", "Leases ended by their deadline."),
+    "compute_leases": ("outcome", "Compute leases granted, and what became of them."),
+    "decisions": ("reason", "Answers to whether loading or computing is faster."),
 }
 
 
@@ -81,6 +86,10 @@ class _Snapshot(Collector):
         yield GaugeMetricFamily(
             "tierkv_quarantined_slots", "Slots kept from reuse because a writer lost its lease.", value=quarantined
         )
+        loads = self._stats["loads"]
+        yield GaugeMetricFamily("tierkv_queued_loads", "Loads that have not begun.", value=loads["queued"])
+        yield GaugeMetricFamily("tierkv_loading_bytes", "Bytes of the loads that run.", value=loads["running_bytes"])
+        yield GaugeMetricFamily("tierkv_sessions", "Sessions remembered.", value=self._stats["sessions"])
         yield GaugeMetricFamily("tierkv_namespaces", "Registered namespaces.", value=self._stats["namespaces"])
         yield GaugeMetricFamily(
             "tierkv_published_blocks", "Blocks that can be hit.", value=self._stats["published_blocks"]

@@ -24,7 +24,18 @@ import xxhash
 from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, NotFound, TierKVError, Unavailable
 from tierkv.spec import BlockLayout
 
-__all__ = ["NO_PARENT", "BlockMeta", "Slot", "SlotTier", "SupportsRecency", "Tier", "TierUsage", "checksum", "verify"]
+__all__ = [
+    "NO_PARENT",
+    "BlockMeta",
+    "Slot",
+    "SlotTier",
+    "SupportsQuotas",
+    "SupportsRecency",
+    "Tier",
+    "TierUsage",
+    "checksum",
+    "verify",
+]
 
 NO_PARENT = bytes(32)
 Buffer = bytes | bytearray | memoryview
@@ -138,6 +149,17 @@ class Tier(ABC):
     def meta(self, key: bytes) -> BlockMeta | None:
         """Return what is known of a key without touching its bytes, or None."""
 
+    def has(self, key: bytes) -> bool:
+        """Say whether a block is there. Cheap."""
+        return self.meta(key) is not None
+
+    def holds(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the first of `keys` are there without a gap: of a prompt's blocks, the stored prefix.
+
+        Cheap, a lookup asks for thousands. Not a use of the blocks.
+        """
+        return next((count for count, key in enumerate(keys) if not self.has(key)), len(keys))
+
     @abstractmethod
     def delete(self, key: bytes) -> bool:
         """Forget a block; say whether it was there. Does not wait for readers in the middle of a copy."""
@@ -173,6 +195,24 @@ class SupportsRecency(Protocol):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note uses, the least recent first. Cheap; unknown keys are ignored."""
+
+
+@runtime_checkable
+class SupportsQuotas(Protocol):
+    """A tier that knows what each tenant takes of it, and can make a tenant smaller."""
+
+    def payload_by_tenant(self) -> dict[bytes, int]:
+        """Return the payload bytes that each tenant has stored, by `BlockMeta.tenant`. Cheap.
+
+        Tenants without any are left out. The values sum to the `payload_bytes` of `Tier.usage`, also after a restart.
+        """
+
+    def trim(self, tenant: bytes, payload_bytes: int) -> int:
+        """Evict a tenant's oldest blocks until it has at most `payload_bytes` stored; return how many. Blocks.
+
+        They are reported like blocks evicted to make room, and stay away as those that were deleted do. Raises
+        `InvalidRequest` for less than 0 bytes.
+        """
 
 
 @dataclass(slots=True)
@@ -297,6 +337,10 @@ class SlotTier(Tier):
             self.discard(found.slot)
             raise
         return found.meta
+
+    def has(self, key: bytes) -> bool:
+        self._check_open()
+        return key in self._resident
 
     def meta(self, key: bytes) -> BlockMeta | None:
         self._check_open()

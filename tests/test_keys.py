@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tierkv.cache import Chain
 from tierkv.errors import InvalidRequest
-from tierkv.keys import adopt_chain, block_key, chain_hashes, chain_root, tenant_key
+from tierkv.keys import adopt_chain, block_key, chain_hashes, chain_root, share_key, tenant_key
 from tierkv.spec import KVGroup, KVSpec
 
 VECTORS = Path(__file__).parent / "vectors" / "keys.json"
@@ -35,6 +35,7 @@ def compute(case: dict[str, Any]) -> dict[str, Any]:
         "hashes": [item.hex() for item in hashes],
         "adopted": [item.hex() for item in adopted],
         "tenant_key": key.hex(),
+        "share_key": share_key(bytes.fromhex(case["secret"]), case["tenant"]).hex(),
         "block_keys": [block_key(key, item, group).hex() for item in hashes for group in (0, 1)],
     }
 
@@ -58,6 +59,7 @@ def by_hand(case: dict[str, Any]) -> dict[str, Any]:
         "hashes": [item.hex() for item in hashes],
         "adopted": [h(root + bytes.fromhex(item)).hex() for item in case["engine_hashes"]],
         "tenant_key": key.hex(),
+        "share_key": h(b"share\0" + case["tenant"].encode(), bytes.fromhex(case["secret"])).hex(),
         "block_keys": [h(item + bytes([group, 0, 0, 0]), key).hex() for item in hashes for group in (0, 1)],
     }
 

@@ -24,11 +24,24 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tierkv.cache import BlockRef, Cache, Chain, Grant, Hit, ReadLease, Ticket, TicketProgress, WriteLease
+from tierkv.cache import (
+    BlockRef,
+    Cache,
+    Chain,
+    ComputeLease,
+    Grant,
+    Hit,
+    LoadChoice,
+    Pinned,
+    ReadLease,
+    Ticket,
+    TicketProgress,
+    WriteLease,
+)
 from tierkv.errors import CorruptBlock, Unavailable
 from tierkv.spec import KVSpec
 
-__all__ = ["AsyncCache", "AsyncReadLease", "AsyncTicket", "AsyncWriteLease", "connect"]
+__all__ = ["AsyncCache", "AsyncComputeLease", "AsyncReadLease", "AsyncTicket", "AsyncWriteLease", "connect"]
 
 T = TypeVar("T")
 _WAITING_THREADS = 32
@@ -40,6 +53,13 @@ async def connect(url: str, *, tenant: str = "default", timeout_s: float = 5.0) 
     from tierkv.client import connect as connect_client
 
     return AsyncCache(await asyncio.to_thread(connect_client, url, tenant=tenant, timeout_s=timeout_s))
+
+
+def _give_up(lease: ReadLease) -> None:
+    """Release what a caller who went away will not."""
+    if lease.compute is not None:
+        lease.compute.release()
+    lease.release()
 
 
 class _Threads:
@@ -105,26 +125,45 @@ class AsyncCache:
     async def lookup(self, chain: Chain) -> Hit:
         return await self._threads.run(partial(self._cache.lookup, chain))
 
-    async def prefetch(self, chain: Chain) -> AsyncTicket:
-        return AsyncTicket(await self._threads.run(partial(self._cache.prefetch, chain)), self._threads)
+    async def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> AsyncTicket:
+        work = partial(self._cache.prefetch, chain, deadline_s=deadline_s)
+        return AsyncTicket(await self._threads.run(work), self._threads)
 
     async def acquire(
-        self, chain: Chain, *, wait_s: float = 10.0, ttl_s: float = 30.0, max_blocks: int | None = None
+        self,
+        chain: Chain,
+        *,
+        wait_s: float = 10.0,
+        ttl_s: float = 30.0,
+        max_blocks: int | None = None,
+        compute_s: float = 0.0,
+        prefill_tokens_per_s: float | None = None,
+        session: str = "",
+        groups: tuple[int, ...] | None = None,
     ) -> AsyncReadLease:
         """As `Cache.acquire`. Where blocks travel as HTTP bodies, they have arrived when this returns."""
 
         def work() -> ReadLease:
-            lease = self._cache.acquire(chain, wait_s=wait_s, ttl_s=ttl_s, max_blocks=max_blocks)
+            lease = self._cache.acquire(
+                chain,
+                wait_s=wait_s,
+                ttl_s=ttl_s,
+                max_blocks=max_blocks,
+                compute_s=compute_s,
+                prefill_tokens_per_s=prefill_tokens_per_s,
+                session=session,
+                groups=groups,
+            )
             try:
                 for ref in lease.blocks[:1]:
                     with contextlib.suppress(CorruptBlock):  # `view` will say so to whoever wants this block
                         lease.view(ref.index, ref.group)
             except BaseException:
-                lease.release()
+                _give_up(lease)
                 raise
             return lease
 
-        return AsyncReadLease(await self._threads.wait(work, lambda lease: lease.release()), self._threads)
+        return AsyncReadLease(await self._threads.wait(work, _give_up), self._threads)
 
     async def read_into(
         self, chain: Chain, index: int, out: memoryview, *, group: int = 0, wait_s: float = 0.0
@@ -133,10 +172,29 @@ class AsyncCache:
         return await self._threads.wait(work)
 
     async def reserve(
-        self, chain: Chain, *, start: int = 0, stop: int | None = None, wait_s: float = 1.0, ttl_s: float = 60.0
+        self,
+        chain: Chain,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        wait_s: float = 1.0,
+        ttl_s: float = 60.0,
+        session: str = "",
     ) -> AsyncWriteLease:
-        work = partial(self._cache.reserve, chain, start=start, stop=stop, wait_s=wait_s, ttl_s=ttl_s)
+        work = partial(self._cache.reserve, chain, start=start, stop=stop, wait_s=wait_s, ttl_s=ttl_s, session=session)
         return AsyncWriteLease(await self._threads.wait(work, lambda lease: lease.abort()), self._threads)
+
+    async def pin(self, chain: Chain, ttl_s: float) -> Pinned:
+        return await self._threads.run(partial(self._cache.pin, chain, ttl_s))
+
+    async def unpin(self, chain: Chain) -> int:
+        return await self._threads.run(partial(self._cache.unpin, chain))
+
+    async def end_session(self, namespace: str, session: str) -> int:
+        return await self._threads.run(partial(self._cache.end_session, namespace, session))
+
+    async def pause_session(self, namespace: str, session: str, expected_s: float) -> int:
+        return await self._threads.run(partial(self._cache.pause_session, namespace, session, expected_s))
 
     async def delete(self, chain: Chain) -> int:
         return await self._threads.run(partial(self._cache.delete, chain))
@@ -176,8 +234,37 @@ class AsyncTicket:
     async def progress(self) -> TicketProgress:
         return await self._threads.run(self._ticket.progress)
 
+    async def wait(self, wait_s: float, *, groups: int | None = None) -> TicketProgress:
+        return await self._threads.wait(partial(self._ticket.wait, wait_s, groups=groups))
+
     async def cancel(self) -> None:
         await self._threads.finish(self._ticket.cancel)
+
+
+class AsyncComputeLease:
+    """`tierkv.cache.ComputeLease` for asyncio, with the same attributes."""
+
+    def __init__(self, lease: ComputeLease, threads: _Threads) -> None:
+        self.id: str = lease.id
+        self.start: int = lease.start
+        self.stop: int = lease.stop
+        self._lease = lease
+        self._threads = threads
+
+    async def renew(self, compute_s: float) -> None:
+        await self._threads.run(partial(self._lease.renew, compute_s))
+
+    async def release(self) -> None:
+        await self._threads.finish(self._lease.release)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(Unavailable):
+            await self.release()
 
 
 class AsyncReadLease:
@@ -191,6 +278,9 @@ class AsyncReadLease:
         self.published_blocks: int = lease.published_blocks
         self.tokens_by_tier: Mapping[str, int] = lease.tokens_by_tier
         self.waited_s: float = lease.waited_s
+        self.choice: LoadChoice = lease.choice
+        self.compute: AsyncComputeLease | None = AsyncComputeLease(lease.compute, threads) if lease.compute else None
+        self.computed_elsewhere: bool = lease.computed_elsewhere
         self._lease = lease
         self._threads = threads
 

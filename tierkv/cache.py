@@ -9,6 +9,7 @@ nobody can hit it, afterwards everybody allowed can. Reading and writing happen 
     with cache.acquire(chain, wait_s=1.0) as read:   pin the longest published prefix, wait for loads at most that long
         for ref in read.blocks:
             use(read.view(ref.index))                verified bytes, valid until the lease ends
+    read.choice, read.compute                        why that much was loaded; who computes the rest
     with cache.reserve(chain, start=n) as write:     ask for room for the blocks that are missing
         for grant in write.granted:
             write.buffer(grant.index)[:] = ...
@@ -38,9 +39,12 @@ __all__ = [
     "BlockRef",
     "Cache",
     "Chain",
+    "ComputeLease",
     "Grant",
     "GrantState",
     "Hit",
+    "LoadChoice",
+    "Pinned",
     "ReadLease",
     "Ticket",
     "TicketProgress",
@@ -137,6 +141,37 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadChoice:
+    """How far an acquire loaded, and why.
+
+    Attributes
+    ----------
+    reason
+        ``miss``: nothing is published. ``in_memory``: nothing had to be loaded. ``no_wait``: something had, but the
+        caller does not wait. ``unknown_prefill``: all was loaded, as the engine's speed is unknown. ``unknown_rate``: from
+        a tier of unknown speed, to find out. ``load``, ``partly``, ``recompute``: all, some or nothing was loaded,
+        because computing the rest is faster. ``too_slow``: given up on the way, slower than it had looked.
+    load_blocks
+        Length of the prefix that was to be in memory.
+    load_s, recompute_s
+        Seconds that loading was expected to take, and seconds of computing it saves; 0 where unknown.
+    """
+
+    reason: str
+    load_blocks: int
+    load_s: float
+    recompute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """What a pin holds: the first `blocks` of the chain, `nbytes` in all."""
+
+    blocks: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TicketProgress:
     """How far a prefetch is. `state` is ``loading``, ``done`` or ``cancelled``; failed blocks count as done."""
 
@@ -157,8 +192,45 @@ class Ticket(ABC):
         """Report progress. Does not wait."""
 
     @abstractmethod
+    def wait(self, wait_s: float, *, groups: int | None = None) -> TicketProgress:
+        """Wait until the prefetch is over, at most `wait_s` seconds.
+
+        `groups`: only for the first so many KV groups. They are loaded in their order, so that an engine can begin with
+        the layers of the first: ``acquire(..., groups=...)``. A layer group is a KV group of its own in the spec.
+        """
+
+    @abstractmethod
     def cancel(self) -> None:
         """Stop loads that nobody else wants and that have not begun. Idempotent."""
+
+
+class ComputeLease(ABC):
+    """The promise to compute blocks ``[start, stop)`` of a chain while others wait for them; `id` is its opaque name.
+
+    Every commit of such a block is progress; without any for the `compute_s` it was granted with, the lease is somebody
+    else's. It ends by itself when its last block is published. Losing it forbids nothing: computed blocks may still
+    be committed.
+    """
+
+    id: str
+    start: int
+    stop: int
+
+    @abstractmethod
+    def renew(self, compute_s: float) -> None:
+        """Promise progress within `compute_s` seconds from now, and so on after each. Raises `LeaseLost`."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give it up, so that somebody who waits can take over at once. Idempotent; never raises for a lost lease."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
 
 
 class ReadLease(ABC):
@@ -179,7 +251,13 @@ class ReadLease(ABC):
         `hit_tokens` by the tier that held each block when it was first asked for (a prefetched block still counts
         for the tier it was fetched from). The values sum to `hit_tokens`.
     waited_s
-        Seconds this call waited for loads.
+        Seconds this call waited for loads and for others who compute.
+    choice
+        How far was loaded, and why.
+    compute
+        The lease to compute what is missing behind the published prefix, if this caller asked and is the one.
+    computed_elsewhere
+        Somebody else computes what is missing.
     """
 
     id: str
@@ -189,6 +267,9 @@ class ReadLease(ABC):
     published_blocks: int
     tokens_by_tier: Mapping[str, int]
     waited_s: float
+    choice: LoadChoice
+    compute: ComputeLease | None
+    computed_elsewhere: bool
 
     @abstractmethod
     def view(self, index: int, group: int = 0) -> memoryview:
@@ -288,23 +369,48 @@ class Cache(ABC):
         """Find the longest published prefix. No side effects, no waiting, no touch of policy."""
 
     @abstractmethod
-    def prefetch(self, chain: Chain) -> Ticket:
-        """Start promoting the published prefix to the fastest tier; loads of one block are shared. Does not wait."""
+    def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> Ticket:
+        """Start promoting the published prefix to the fastest tier; loads of one block are shared. Does not wait.
+
+        `deadline_s`: in how many seconds the blocks are wanted. What is wanted first is loaded first, what an acquire
+        waits for before that, and what has not begun by its deadline is given up.
+        """
 
     @abstractmethod
     def acquire(
-        self, chain: Chain, *, wait_s: float = 10.0, ttl_s: float = 30.0, max_blocks: int | None = None
+        self,
+        chain: Chain,
+        *,
+        wait_s: float = 10.0,
+        ttl_s: float = 30.0,
+        max_blocks: int | None = None,
+        compute_s: float = 0.0,
+        prefill_tokens_per_s: float | None = None,
+        session: str = "",
+        groups: tuple[int, ...] | None = None,
     ) -> ReadLease:
         """Pin the longest published prefix in memory.
 
         Parameters
         ----------
         wait_s
-            Seconds to wait for blocks that must be loaded first. 0: only what is in memory now. `math.inf`: all.
+            Seconds to wait for blocks that must be loaded, or that somebody else computes. 0: only what is in memory
+            now. `math.inf`: all.
         ttl_s
             Seconds until the lease ends by itself.
         max_blocks
             Pin at most this many blocks (an engine must compute at least one token itself).
+        compute_s
+            Take part in computing common prompts once: either wait for the request that computes what is missing, or,
+            if there is none, get a `ComputeLease` that lasts for so many seconds from commit to commit. 0: compute
+            without asking.
+        prefill_tokens_per_s
+            How fast the engine computes: no more is loaded than pays. None: what was learned from commits under compute
+            leases of the namespace, and everything while nothing was.
+        session
+            The conversation this request belongs to, for `end_session` and `pause_session`. At most 128 characters.
+        groups
+            Pin only these KV groups; None: all.
         """
 
     @abstractmethod
@@ -320,12 +426,46 @@ class Cache(ABC):
 
     @abstractmethod
     def reserve(
-        self, chain: Chain, *, start: int = 0, stop: int | None = None, wait_s: float = 1.0, ttl_s: float = 60.0
+        self,
+        chain: Chain,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        wait_s: float = 1.0,
+        ttl_s: float = 60.0,
+        session: str = "",
     ) -> WriteLease:
         """Ask for room for blocks ``[start, stop)`` of all groups, evicting others if need be.
 
         Waits at most `wait_s` seconds for victims that must be written to a lower tier first; what finds no place is
-        answered ``no_room``.
+        answered ``no_room``. `session` as in `acquire`.
+        """
+
+    @abstractmethod
+    def pin(self, chain: Chain, ttl_s: float) -> Pinned:
+        """Keep the published prefix in memory for `ttl_s` seconds, loading what is not there. Does not wait.
+
+        A pin of the same chain is replaced. A tenant can pin half of what it can count on in the warm tier; raises
+        `LimitExceeded` beyond that.
+        """
+
+    @abstractmethod
+    def unpin(self, chain: Chain) -> int:
+        """End the pin of a chain; return how many blocks it held."""
+
+    @abstractmethod
+    def end_session(self, namespace: str, session: str) -> int:
+        """Say that a conversation is over: the blocks that it alone has used are the next to leave memory.
+
+        Returns how many. Only a hint: they are served as before until they have left. An unknown session has none.
+        """
+
+    @abstractmethod
+    def pause_session(self, namespace: str, session: str, expected_s: float) -> int:
+        """Say that a conversation goes on in `expected_s` seconds, after a tool call or a user's thought.
+
+        For a short pause its blocks are held in memory; returns how many. After a long one, of more than a minute, they
+        are prefetched shortly before it should end.
         """
 
     @abstractmethod

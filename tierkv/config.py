@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,9 +14,20 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 
 from tierkv.errors import ConfigError
-from tierkv.policy import POLICIES
+from tierkv.keys import TENANT_NAME
+from tierkv.policy import POLICIES, check_policy
 
-__all__ = ["ColdConfig", "Config", "HotConfig", "LimitsConfig", "WarmConfig", "load_config", "parse_config"]
+__all__ = [
+    "ColdConfig",
+    "Config",
+    "HotConfig",
+    "LimitsConfig",
+    "PolicyConfig",
+    "TenantConfig",
+    "WarmConfig",
+    "load_config",
+    "parse_config",
+]
 
 _DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>ms|s|m|min|h|d)?")
 _SECONDS = {None: 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -23,6 +35,14 @@ _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGTP]i?B|B)?", re.IG
 _LARGEST = 1 << 50
 _LARGEST_MEMORY = 16 << 40
 _SOCKET_BYTES = 107  # sun_path of Linux, less its closing NUL
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """An eviction policy: its name and the parameters that are not left at their defaults."""
+
+    name: str
+    parameters: Mapping[str, float] = field(default_factory=dict)
 
 
 def _number(value: object) -> bool:
@@ -65,9 +85,19 @@ def _share(value: object) -> object:
 
 
 def _policy(value: object) -> object:
-    if not isinstance(value, str) or value not in POLICIES:
-        raise ValueError(f"unknown policy; use one of {', '.join(sorted(POLICIES))}")
-    return value
+    if isinstance(value, PolicyConfig):
+        return value
+    parameters = {} if isinstance(value, str) else value
+    if not isinstance(parameters, Mapping) or not value:
+        raise ValueError("not a policy; write its name, or {name: slru, protected: 0.5}")
+    name = value if isinstance(value, str) else parameters.get("name")
+    parameters = {key: number for key, number in parameters.items() if key != "name"}
+    try:
+        check_policy(name, parameters)
+    except ConfigError as error:
+        fault = error.message if isinstance(name, str) and name in POLICIES else "unknown policy"
+        raise ValueError(f"{fault}; {error.remedy}") from None
+    return PolicyConfig(str(name), parameters)
 
 
 def _host(value: object) -> object:
@@ -85,6 +115,18 @@ def _socket(path: Path) -> Path:
     return path
 
 
+def _weight(value: object) -> object:
+    if not _number(value):
+        raise ValueError("not a number; write a weight such as 2")
+    return value
+
+
+def _name(value: object) -> object:
+    if not isinstance(value, str) or not TENANT_NAME.fullmatch(value):
+        raise ValueError("not a name; use 1 to 64 letters, digits, dots, dashes or underscores")
+    return value
+
+
 def _section(value: object) -> object:
     return {} if value is None else value  # a section whose settings are all commented out
 
@@ -93,8 +135,9 @@ Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=
 Size = Annotated[ByteSize, BeforeValidator(_size), Field(le=_LARGEST)]
 MemorySize = Annotated[ByteSize, BeforeValidator(_size), Field(le=_LARGEST_MEMORY)]
 FilePath = Annotated[Path, BeforeValidator(_path)]
-PolicyName = Annotated[str, BeforeValidator(_policy)]
+Policy = Annotated[PolicyConfig, BeforeValidator(_policy)]
 Count = Annotated[int, BeforeValidator(_integer)]
+Name = Annotated[str, BeforeValidator(_name)]
 
 
 class _Model(BaseModel):
@@ -106,7 +149,7 @@ class HotConfig(_Model):
 
     capacity: MemorySize = ByteSize(0)
     device: str = "auto"
-    policy: PolicyName = "slru"
+    policy: Policy = PolicyConfig("slru")
 
 
 class WarmConfig(_Model):
@@ -114,7 +157,7 @@ class WarmConfig(_Model):
 
     capacity: Annotated[MemorySize, Field(ge=1 << 20)] = ByteSize(1 << 30)
     directory: FilePath = Path("/dev/shm")
-    policy: PolicyName = "slru"
+    policy: Policy = PolicyConfig("slru")
     demote_ahead: Annotated[float, BeforeValidator(_share), Field(ge=0, le=1)] = 0.25
 
 
@@ -133,13 +176,31 @@ class ColdConfig(_Model):
     encode_threads: Annotated[Count, Field(ge=1, le=64)] = 2
 
 
+class TenantConfig(_Model):
+    """What one tenant is granted.
+
+    `weight`: its part of a full memory tier, among the tenants that use it. `scope`: tenants with the same share scope
+    read and write each other's blocks. `hot`, `warm`, `cold`: most bytes it has in a tier.
+    """
+
+    weight: Annotated[float, BeforeValidator(_weight), Field(gt=0, le=1000)] = 1.0
+    scope: Name | None = None
+    hot: MemorySize | None = None
+    warm: MemorySize | None = None
+    cold: Size | None = None
+
+
 class LimitsConfig(_Model):
-    """Bounds on what one request may ask for."""
+    """Bounds on what one request may ask for, and on what is remembered."""
 
     body: Annotated[Size, Field(ge=1 << 20)] = ByteSize(1 << 30)
     blocks: Annotated[Count, Field(ge=1, le=1 << 20)] = 65536
     lease: Seconds = 600.0
     wait: Seconds = 60.0
+    pin: Seconds = 86400.0
+    namespaces: Annotated[Count, Field(ge=1, le=1 << 20)] = 1024
+    tenants: Annotated[Count, Field(ge=1, le=1 << 20)] = 1024
+    sessions: Annotated[Count, Field(ge=1, le=1 << 24)] = 65536
 
 
 class Config(_Model):
@@ -150,9 +211,11 @@ class Config(_Model):
     host: Annotated[str, BeforeValidator(_host)] = "127.0.0.1"
     port: Annotated[Count, Field(ge=0, le=65535)] | None = None
     load_threads: Annotated[Count, Field(ge=1, le=64)] = 2
+    load_bytes: Annotated[Size, Field(ge=1 << 20)] = ByteSize(256 << 20)
     hot: Annotated[HotConfig, BeforeValidator(_section)] = HotConfig()
     warm: Annotated[WarmConfig, BeforeValidator(_section)] = WarmConfig()
     cold: Annotated[ColdConfig, BeforeValidator(_section)] = ColdConfig()
+    tenants: Annotated[dict[Name, Annotated[TenantConfig, BeforeValidator(_section)]], BeforeValidator(_section)] = {}
     limits: Annotated[LimitsConfig, BeforeValidator(_section)] = LimitsConfig()
 
 
@@ -196,7 +259,10 @@ def _explain(where: tuple[int | str, ...], kind: str, message: str) -> str:
     if kind != "extra_forbidden":
         return f"{name}: {message.removeprefix('Value error, ')}"
     model: type[BaseModel] = Config
-    for part in where[:-1]:
+    sections = where[:-1]
+    if sections[:1] == ("tenants",):
+        model, sections = TenantConfig, sections[2:]
+    for part in sections:
         inner = model.model_fields[str(part)].annotation
         assert isinstance(inner, type)
         model = inner

@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tierkv.cache import BlockRef, Cache, Chain, Grant, Hit, ReadLease, Ticket, TicketProgress, WriteLease, Written
+from tierkv.cache import (
+    BlockRef,
+    Cache,
+    Chain,
+    Grant,
+    Hit,
+    Pinned,
+    ReadLease,
+    Ticket,
+    TicketProgress,
+    WriteLease,
+    Written,
+)
 from tierkv.config import Config
+from tierkv.core.acquiring import Terms
 from tierkv.core.build import build_engine
 from tierkv.core.engine import Engine
-from tierkv.core.state import Tenant
 from tierkv.core.steps import run
+from tierkv.core.tenants import Tenant
 from tierkv.direct import DirectReader, UseLog
-from tierkv.handles import LeasedReader, LeasedWriter, read_leased
+from tierkv.handles import LeasedComputer, LeasedReader, LeasedWriter, read_leased
 from tierkv.spec import KVSpec
 from tierkv.storage.tier import Slot
 from tierkv.storage.warm import WarmTier
@@ -47,25 +60,25 @@ class EmbeddedCache(Cache):
     def lookup(self, chain: Chain) -> Hit:
         return self.engine.reader.lookup(self._tenant, chain.namespace, chain.hashes)
 
-    def prefetch(self, chain: Chain) -> Ticket:
-        return _EngineTicket(
-            self.engine, self._tenant, self.engine.reader.prefetch(self._tenant, chain.namespace, chain.hashes)
-        )
+    def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> Ticket:
+        ticket = self.engine.prefetcher.start(self._tenant, chain.namespace, chain.hashes, deadline_s)
+        return _EngineTicket(self.engine, self._tenant, ticket)
 
     def acquire(
-        self, chain: Chain, *, wait_s: float = 10.0, ttl_s: float = 30.0, max_blocks: int | None = None
+        self,
+        chain: Chain,
+        *,
+        wait_s: float = 10.0,
+        ttl_s: float = 30.0,
+        max_blocks: int | None = None,
+        compute_s: float = 0.0,
+        prefill_tokens_per_s: float | None = None,
+        session: str = "",
+        groups: tuple[int, ...] | None = None,
     ) -> ReadLease:
-        acquired = run(
-            self.engine.reader.acquire(
-                self._tenant,
-                chain.namespace,
-                chain.hashes,
-                wait_s=wait_s,
-                ttl_s=ttl_s,
-                max_blocks=max_blocks,
-                tiers=self._tiers,
-            )
-        )
+        terms = Terms(self._tiers, wait_s, ttl_s, max_blocks, compute_s, prefill_tokens_per_s, session, groups)
+        acquired = run(self.engine.reader.acquire(self._tenant, chain.namespace, chain.hashes, terms))
+        grant = acquired.compute
         return LeasedReader(
             self._plane,
             acquired.id,
@@ -75,6 +88,9 @@ class EmbeddedCache(Cache):
             published_blocks=acquired.published_blocks,
             tokens_by_tier=acquired.tokens_by_tier,
             waited_s=acquired.waited_s,
+            choice=acquired.choice,
+            compute=LeasedComputer(self._plane, grant.id, grant.start, grant.stop) if grant is not None else None,
+            computed_elsewhere=acquired.computed_elsewhere,
             deadline=acquired.deadline,
         )
 
@@ -87,7 +103,14 @@ class EmbeddedCache(Cache):
         return True
 
     def reserve(
-        self, chain: Chain, *, start: int = 0, stop: int | None = None, wait_s: float = 1.0, ttl_s: float = 60.0
+        self,
+        chain: Chain,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        wait_s: float = 1.0,
+        ttl_s: float = 60.0,
+        session: str = "",
     ) -> WriteLease:
         reserved = run(
             self.engine.writer.reserve(
@@ -99,6 +122,7 @@ class EmbeddedCache(Cache):
                 wait_s=wait_s,
                 ttl_s=ttl_s,
                 tiers=self._tiers,
+                session=session,
             )
         )
         return LeasedWriter(
@@ -108,6 +132,18 @@ class EmbeddedCache(Cache):
             deadline=reserved.deadline,
             publish=self._plane.commit_summed,
         )
+
+    def pin(self, chain: Chain, ttl_s: float) -> Pinned:
+        return self.engine.hints.pin(self._tenant, chain.namespace, chain.hashes, ttl_s)
+
+    def unpin(self, chain: Chain) -> int:
+        return self.engine.hints.unpin(self._tenant, chain.namespace, chain.hashes)
+
+    def end_session(self, namespace: str, session: str) -> int:
+        return self.engine.hints.end_session(self._tenant, namespace, session)
+
+    def pause_session(self, namespace: str, session: str, expected_s: float) -> int:
+        return self.engine.hints.pause_session(self._tenant, namespace, session, expected_s)
 
     def delete(self, chain: Chain) -> int:
         return self.engine.delete(self._tenant, chain.namespace, chain.hashes[-1]) if chain.hashes else 0
@@ -160,7 +196,10 @@ class _EngineTicket(Ticket):
         self._tenant = tenant
 
     def progress(self) -> TicketProgress:
-        return self._engine.reader.progress(self._tenant, self.id)
+        return self._engine.prefetcher.progress(self._tenant, self.id)
+
+    def wait(self, wait_s: float, *, groups: int | None = None) -> TicketProgress:
+        return run(self._engine.prefetcher.wait(self._tenant, self.id, groups, wait_s))
 
     def cancel(self) -> None:
-        self._engine.reader.cancel(self._tenant, self.id)
+        self._engine.prefetcher.cancel(self._tenant, self.id)

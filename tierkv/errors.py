@@ -15,6 +15,7 @@
     |   +-- ForeignStore                             a file or directory that tierkv did not make
     |   +-- StoreInUse                               another process holds the store or the arena
     +-- TierFull                                     every slot is leased or not yet demoted
+    +-- LimitExceeded                                a bound on what one client or tenant may hold
     +-- DeviceError              (RuntimeError)      no such device, or its runtime refuses
     +-- Unavailable              (ConnectionError)   the daemon cannot be reached or is closing
     +-- DependencyMissing        (ImportError)       an optional package is needed for this call
@@ -38,6 +39,7 @@ __all__ = [
     "ForeignStore",
     "InvalidRequest",
     "LeaseLost",
+    "LimitExceeded",
     "NotFound",
     "SpecMismatch",
     "StorageError",
@@ -140,6 +142,10 @@ class StoreInUse(StorageError):
 
 class TierFull(TierKVError):
     slug, status, exit_code = "tier-full", 503, 6
+
+
+class LimitExceeded(TierKVError):
+    slug, status, exit_code = "limit-exceeded", 429, 6
 
 
 class DeviceError(TierKVError, RuntimeError):

@@ -14,12 +14,22 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from tierkv.cache import BlockRef, Cache, Chain, Grant, ReadLease, WriteLease, Written
+from tierkv.cache import (
+    BlockRef,
+    Cache,
+    Chain,
+    ComputeLease,
+    Grant,
+    LoadChoice,
+    ReadLease,
+    WriteLease,
+    Written,
+)
 from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, LeaseLost
 
 Buffer = bytes | bytearray | memoryview
 
-__all__ = ["LeasedReader", "LeasedWriter", "Plane", "read_leased"]
+__all__ = ["LeasedComputer", "LeasedReader", "LeasedWriter", "Plane", "read_leased"]
 
 
 class Plane(Protocol):
@@ -57,6 +67,9 @@ class LeasedReader(ReadLease):
         published_blocks: int,
         tokens_by_tier: Mapping[str, int],
         waited_s: float,
+        choice: LoadChoice,
+        compute: ComputeLease | None,
+        computed_elsewhere: bool,
         deadline: float,
     ) -> None:
         self.id = lease_id
@@ -66,6 +79,9 @@ class LeasedReader(ReadLease):
         self.published_blocks = published_blocks
         self.tokens_by_tier = tokens_by_tier
         self.waited_s = waited_s
+        self.choice = choice
+        self.compute = compute
+        self.computed_elsewhere = computed_elsewhere
         self._plane = plane
         self._refs = {(ref.index, ref.group): ref for ref in self.blocks}
         self._deadline = deadline
@@ -119,6 +135,28 @@ class LeasedReader(ReadLease):
                 f"block {ref.index} of group {ref.group} in the {ref.tier} tier does not match its checksum",
                 remedy="recompute it; the damaged copy is removed when the lease is released",
             )
+
+
+class LeasedComputer(ComputeLease):
+    """A `ComputeLease` over a plane."""
+
+    def __init__(self, plane: Plane, lease_id: str, start: int, stop: int) -> None:
+        self.id = lease_id
+        self.start = start
+        self.stop = stop
+        self._plane = plane
+        self._released = False
+
+    def renew(self, compute_s: float) -> None:
+        if self._released:
+            raise LeaseLost("the compute lease has ended", remedy="acquire again")
+        self._plane.renew(self.id, compute_s)
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            with contextlib.suppress(LeaseLost):
+                self._plane.release(self.id, ())
 
 
 class LeasedWriter(WriteLease):

@@ -11,6 +11,7 @@ read, guess or probe another tenant's blocks, even knowing the tokens. Vectors: 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -22,9 +23,20 @@ from tierkv.errors import InvalidRequest
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-__all__ = ["HASH_BYTES", "adopt_chain", "block_key", "chain_hashes", "chain_root", "tenant_key"]
+__all__ = [
+    "HASH_BYTES",
+    "TENANT_NAME",
+    "adopt_chain",
+    "block_key",
+    "chain_hashes",
+    "chain_root",
+    "share_key",
+    "tenant_key",
+]
 
 HASH_BYTES = 32
+TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""What tenants and share scopes can be called."""
 _NO_EXTRA: Mapping[int, bytes] = {}
 
 
@@ -97,6 +109,11 @@ def adopt_chain(root: bytes, hashes: Sequence[bytes]) -> list[bytes]:
 def tenant_key(server_secret: bytes, tenant: str) -> bytes:
     """Derive a tenant's key from the server secret (at most 64 bytes). Handed only to that tenant's own clients."""
     return blake2b(b"tenant\x00" + tenant.encode(), digest_size=HASH_BYTES, key=server_secret).digest()
+
+
+def share_key(server_secret: bytes, scope: str) -> bytes:
+    """Derive the key of a share scope: tenants that are members of the same one use it instead of their own."""
+    return blake2b(b"share\x00" + scope.encode(), digest_size=HASH_BYTES, key=server_secret).digest()
 
 
 def block_key(key: bytes, chain_hash: bytes, group: int) -> bytes:

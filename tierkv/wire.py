@@ -15,8 +15,9 @@ from typing import Any
 
 import msgpack
 
-from tierkv.cache import BlockRef, Grant, Hit, TicketProgress, Written
+from tierkv.cache import BlockRef, Grant, Hit, LoadChoice, TicketProgress, Written
 from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, TierKVError, error_classes
+from tierkv.keys import TENANT_NAME
 
 __all__ = [
     "FRAME_BYTES",
@@ -25,12 +26,14 @@ __all__ = [
     "JSON_TYPE",
     "MSGPACK_TYPE",
     "PROBLEM_TYPE",
+    "SESSION_CHARACTERS",
     "TENANT_HEADER",
     "Frame",
     "check_tenant",
     "decode",
     "encode",
     "error_from_problem",
+    "pack_choice",
     "pack_frame",
     "pack_grants",
     "pack_hit",
@@ -38,6 +41,7 @@ __all__ = [
     "pack_refs",
     "pack_written",
     "problem_from_error",
+    "unpack_choice",
     "unpack_frame",
     "unpack_grants",
     "unpack_hit",
@@ -54,7 +58,6 @@ TENANT_HEADER = "Tierkv-Tenant"
 GENERATION_HEADER = "Tierkv-Generation"
 
 _PROBLEM_PREFIX = "urn:tierkv:problem:"
-_TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 _MOST_ITEMS = 1 << 20
 _MOST_CONTAINERS = 1 << 18
@@ -63,6 +66,8 @@ _FRAME = struct.Struct("<4sBBHIIQQ")
 _MAGIC = b"TKVB"
 _VERSION = 1
 FRAME_BYTES = _FRAME.size
+SESSION_CHARACTERS = 128
+"""Longest name of a session."""
 
 
 def encode(message: Any, content_type: str) -> bytes:
@@ -113,7 +118,7 @@ class _Budget:
 
 def check_tenant(name: str) -> str:
     """Return a tenant's name if it can be one. Raises `InvalidRequest`."""
-    if not _TENANT_NAME.fullmatch(name):
+    if not TENANT_NAME.fullmatch(name):
         raise InvalidRequest(
             f"{name[:100]!r} is not a tenant name", remedy="use 1 to 64 letters, digits, dots, dashes or underscores"
         )
@@ -159,6 +164,14 @@ def pack_progress(progress: TicketProgress) -> dict[str, Any]:
 
 def unpack_progress(data: Mapping[str, Any]) -> TicketProgress:
     return TicketProgress(**{name: data[name] for name in TicketProgress.__slots__})
+
+
+def pack_choice(choice: LoadChoice) -> dict[str, Any]:
+    return {name: getattr(choice, name) for name in LoadChoice.__slots__}
+
+
+def unpack_choice(data: Mapping[str, Any]) -> LoadChoice:
+    return LoadChoice(**{name: data[name] for name in LoadChoice.__slots__})
 
 
 def pack_refs(refs: Iterable[BlockRef]) -> list[list[Any]]:

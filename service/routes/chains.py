@@ -1,4 +1,4 @@
-"""Chains: lookup, prefetch, acquire, reserve, delete."""
+"""Chains: lookup, prefetch, acquire, reserve, pin, delete."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import re
 
 from aiohttp import web
 
+from tierkv.core.acquiring import Terms
 from tierkv.core.steps import run_async
 from tierkv.errors import InvalidRequest
 from tierkv.keys import HASH_BYTES
 from tierkv.service.context import CONTEXT, Context
-from tierkv.service.messages import AcquireRequest, ChainRequest, ReserveRequest, TouchRequest, parse
-from tierkv.wire import pack_grants, pack_hit, pack_progress, pack_refs
+from tierkv.service.messages import (
+    AcquireRequest,
+    ChainRequest,
+    PinRequest,
+    PrefetchRequest,
+    ReserveRequest,
+    TouchRequest,
+    parse,
+)
+from tierkv.wire import pack_choice, pack_grants, pack_hit, pack_refs
 
 __all__ = ["ROUTES"]
 
@@ -37,21 +46,11 @@ async def touch(request: web.Request) -> web.Response:
 async def prefetch(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     info = context.namespace(request)
-    chain = parse(ChainRequest, await context.message(request)).chain(info, context.config.limits.blocks)
-    ticket = context.engine.reader.prefetch(context.tenant(request), info.name, chain)
+    message = parse(PrefetchRequest, await context.message(request))
+    chain = message.chain(info, context.config.limits.blocks)
+    deadline_s = min(message.deadline_s, context.config.limits.lease)
+    ticket = context.engine.prefetcher.start(context.tenant(request), info.name, chain, deadline_s)
     return context.answer(request, {"ticket": ticket}, status=202)
-
-
-async def progress(request: web.Request) -> web.Response:
-    context = request.app[CONTEXT]
-    found = context.engine.reader.progress(context.tenant(request), request.match_info["id"])
-    return context.answer(request, pack_progress(found))
-
-
-async def cancel(request: web.Request) -> web.Response:
-    context = request.app[CONTEXT]
-    context.engine.reader.cancel(context.tenant(request), request.match_info["id"])
-    return context.answer(request, {})
 
 
 async def acquire(request: web.Request) -> web.Response:
@@ -59,29 +58,52 @@ async def acquire(request: web.Request) -> web.Response:
     info = context.namespace(request)
     message = parse(AcquireRequest, await context.message(request))
     limits = context.config.limits
-    step = context.engine.reader.acquire(
-        context.tenant(request),
-        info.name,
-        message.chain(info, limits.blocks),
-        wait_s=limits.wait if message.wait_s is None else min(message.wait_s, limits.wait),
-        ttl_s=min(message.ttl_s, limits.lease),
-        max_blocks=message.max_blocks,
-        tiers=_tiers(context, message.tiers),
+    terms = Terms(
+        _tiers(context, message.tiers),
+        limits.wait if message.wait_s is None else min(message.wait_s, limits.wait),
+        min(message.ttl_s, limits.lease),
+        message.max_blocks,
+        min(message.compute_s, limits.lease),
+        message.prefill_tokens_per_s,
+        message.session,
+        None if message.groups is None else tuple(message.groups),
     )
-    acquired = await run_async(step)
+    chain = message.chain(info, limits.blocks)
+    acquired = await run_async(context.engine.reader.acquire(context.tenant(request), info.name, chain, terms))
+    grant = acquired.compute
     return context.answer(
         request,
         {
             "lease": acquired.id,
-            "ttl_s": min(message.ttl_s, limits.lease),
+            "ttl_s": terms.ttl_s,
             "blocks": pack_refs(acquired.blocks),
             "hit_blocks": acquired.hit_blocks,
             "hit_tokens": acquired.hit_tokens,
             "published_blocks": acquired.published_blocks,
             "tokens_by_tier": dict(acquired.tokens_by_tier),
             "waited_s": acquired.waited_s,
+            "choice": pack_choice(acquired.choice),
+            "compute": None if grant is None else [grant.id, grant.start, grant.stop],
+            "computed_elsewhere": acquired.computed_elsewhere,
         },
     )
+
+
+async def pin(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    info = context.namespace(request)
+    message = parse(PinRequest, await context.message(request))
+    chain = message.chain(info, context.config.limits.blocks)
+    ttl_s = min(message.ttl_s, context.config.limits.pin)
+    pinned = context.engine.hints.pin(context.tenant(request), info.name, chain, ttl_s)
+    return context.answer(request, {"blocks": pinned.blocks, "nbytes": pinned.nbytes, "ttl_s": ttl_s})
+
+
+async def unpin(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    info = context.namespace(request)
+    chain = parse(ChainRequest, await context.message(request)).chain(info, context.config.limits.blocks)
+    return context.answer(request, {"blocks": context.engine.hints.unpin(context.tenant(request), info.name, chain)})
 
 
 async def reserve(request: web.Request) -> web.Response:
@@ -98,6 +120,7 @@ async def reserve(request: web.Request) -> web.Response:
         wait_s=min(message.wait_s, limits.wait),
         ttl_s=min(message.ttl_s, limits.lease),
         tiers=_tiers(context, message.tiers),
+        session=message.session,
     )
     reserved = await run_async(step)
     return context.answer(
@@ -134,9 +157,9 @@ ROUTES = [
     web.post("/v1/{ns}/lookup", lookup),
     web.post("/v1/{ns}/touch", touch),
     web.post("/v1/{ns}/prefetch", prefetch),
-    web.get("/v1/tickets/{id}", progress, allow_head=False),
-    web.delete("/v1/tickets/{id}", cancel),
     web.post("/v1/{ns}/acquire", acquire),
     web.post("/v1/{ns}/reserve", reserve),
+    web.post("/v1/{ns}/pin", pin),
+    web.post("/v1/{ns}/unpin", unpin),
     web.delete("/v1/{ns}/blocks/{hash}", delete),
 ]

@@ -1,47 +1,64 @@
-"""The index record of one block: fixed size, self-checking, little-endian.
+"""The index record of one block, and its entry: what stays in memory of it. Fixed sizes, little-endian.
 
-    check       8   XXH3-64 digest of all that follows
-    key        32   block key
-    sequence    4   of the segment it was written to     \
-    ordinal     4   of its value in that segment          |
-    length      8   payload bytes                         |
-    checksum    8   XXH3-64 of the payload                |  the entry: what stays in memory per key
-    depth       4                                         |
-    group       4                                         |
-    tenant      8                                         |
-    namespace  32                                         |
-    parent     32                                        /
+    record               bytes   entry
+    check                    8           XXH3-64 digest of all that follows
+    key                     32           block key
+    sequence                 4     4     of the segment it was written to
+    ordinal                  4     4     of its value in that segment
+    length                   8     6     payload bytes
+    checksum                 8     8     XXH3-64 of the payload
+    depth                    4     4
+    group, tenant, namespace 44    4     what a family has in common (4, 8 and 32 bytes); the entry has its name
+    parent                  32    32
 
 A restart builds the table of blocks from these records alone, so they are sliced, not decoded, until somebody asks.
+Entries are as small as that allows: one is in memory for every block on the disk.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
 from xxhash import xxh3_64_digest
 
 from tierkv.storage.tier import BlockMeta
 
 __all__ = [
-    "ENTRY_AT",
-    "KEY_AT",
+    "FAMILY_BYTES",
     "RECORD_BYTES",
+    "common",
     "decode_meta",
     "encode",
-    "intact",
+    "entries",
+    "family",
+    "key",
     "length",
     "place",
     "sequence_prefix",
+    "sift",
+    "tenant",
 ]
 
 _BODY = struct.Struct("<32sIIQQII8s32s32s")
-_ENTRY = struct.Struct("<IIQQII8s32s32s")
+_TO_ENTRY = struct.Struct("<8x32s8sQ12s44x32s")  # checksum and depth in one
+_ENTRY = struct.Struct("<8sIH12s4s32s")  # the length in two parts
+_META = struct.Struct("<8x6sQI4x32s")
+_COMMON = struct.Struct("<I8s32s")
 _PLACE = struct.Struct("<II")
 
-KEY_AT = 8
-ENTRY_AT = KEY_AT + 32
-RECORD_BYTES = KEY_AT + _BODY.size
+RECORD_BYTES = 8 + _BODY.size
+FAMILY_BYTES = 4
+
+key = itemgetter(slice(8, 40))
+"""Return the key in a record."""
+common = itemgetter(slice(68, 112))
+"""Return what a record's family has in common."""
+family = itemgetter(slice(26, 30))
+"""Return the name of an entry's family."""
+tenant = itemgetter(slice(4, 12))
+"""Return the tenant of a family, out of what it has in common."""
 
 
 def encode(key: bytes, meta: BlockMeta, sequence: int, ordinal: int) -> bytes:
@@ -61,9 +78,31 @@ def encode(key: bytes, meta: BlockMeta, sequence: int, ordinal: int) -> bytes:
     return xxh3_64_digest(body) + body
 
 
-def intact(record: bytes) -> bool:
-    """Say whether a record is what `encode` made."""
-    return len(record) == RECORD_BYTES and xxh3_64_digest(record[KEY_AT:]) == record[:KEY_AT]
+def sift(found: Iterable[tuple[bytes, bytes]], sequence: int) -> tuple[list[bytes], list[int]]:
+    """Return what is whole of the ordinals (big-endian) and records found in a segment, and the ordinals of the rest.
+
+    Whole is what `encode` made, for this place.
+    """
+    whole: list[bytes] = []
+    broken: list[int] = []
+    prefix = sequence_prefix(sequence)
+    for ordinal, record in found:
+        if (
+            len(record) == RECORD_BYTES
+            and xxh3_64_digest(record[8:]) == record[:8]
+            and record.startswith(prefix + ordinal[::-1], 40)
+        ):
+            whole.append(record)
+        else:
+            broken.append(int.from_bytes(ordinal, "big"))
+    return whole, broken
+
+
+def entries(records: Iterable[bytes], family: bytes) -> Iterator[tuple[bytes, bytes, int]]:
+    """Yield keys, entries and payload lengths in bytes of records whose family has this name."""
+    pack = _ENTRY.pack
+    for key, place, length, between, parent in map(_TO_ENTRY.unpack, records):
+        yield key, pack(place, length & 0xFFFFFFFF, length >> 32, between, family, parent), length
 
 
 def sequence_prefix(sequence: int) -> bytes:
@@ -79,10 +118,11 @@ def place(entry: bytes) -> tuple[int, int]:
 
 def length(entry: bytes) -> int:
     """Return the payload length of an entry, in bytes."""
-    return int.from_bytes(entry[8:16], "little")
+    return int.from_bytes(entry[8:14], "little")
 
 
-def decode_meta(entry: bytes) -> BlockMeta:
-    """Return what an entry says about its block."""
-    _, _, nbytes, checksum, depth, group, tenant, namespace, parent = _ENTRY.unpack(entry)
-    return BlockMeta(nbytes, checksum, parent, namespace, tenant, depth, group)
+def decode_meta(entry: bytes, common: bytes) -> BlockMeta:
+    """Return what an entry, and what its family has in `common`, say about its block."""
+    nbytes, checksum, depth, parent = _META.unpack(entry)
+    group, tenant, namespace = _COMMON.unpack(common)
+    return BlockMeta(int.from_bytes(nbytes, "little"), checksum, parent, namespace, tenant, depth, group)

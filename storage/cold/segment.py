@@ -21,6 +21,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -48,6 +49,7 @@ _MAGIC = b"tierkv\x00s"
 _SEGMENT, _RESERVE = b"segment", b"reserve"
 _NAMES = (b"tierkv.header", b"tierkv.index", b"tierkv.blocks")
 _ORDINAL = struct.Struct(">I")
+_FORGOTTEN_AT_ONCE = 128  # records next to each other; they lie on 6 or 7 pages
 _INDEX_BYTES = 256  # of index and tree pages per block, rounded up
 _LOCK_BYTES = 64 * 1024
 
@@ -266,21 +268,21 @@ class Segment:
         return PAGE_BYTES * int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
 
     def append(self, items: Sequence[tuple[bytes, BlockMeta, Buffer]]) -> list[bytes]:
-        """Store containers in one transaction; return their index entries.
+        """Store containers in one transaction; return their index records.
 
         Raises `lmdb.MapFullError` when they do not fit; nothing is stored then.
         """
         self._mark()
         try:
-            entries = self._append(items)
+            rows = self._append(items)
         except lmdb.MapFullError:
             self._full = True
             raise
         self._next_ordinal += len(items)
-        return entries
+        return rows
 
     def _append(self, items: Sequence[tuple[bytes, BlockMeta, Buffer]]) -> list[bytes]:
-        entries = []
+        rows = []
         with self._write() as txn:
             for ordinal, (key, meta, container) in enumerate(items, self._next_ordinal):
                 at = _ORDINAL.pack(ordinal)
@@ -288,8 +290,8 @@ class Segment:
                 stored = txn.put(at, container, append=True, db=self._blocks)
                 if not stored or not txn.put(at, row, append=True, db=self._index):
                     raise Unusable("torn", "it holds an ordinal higher than the last one given out")
-                entries.append(row[record.ENTRY_AT :])
-        return entries
+                rows.append(row)
+        return rows
 
     @contextmanager
     def values(self) -> Iterator[Callable[[int], memoryview | None]]:
@@ -315,9 +317,11 @@ class Segment:
             self._delete_records(ordinals)
 
     def _delete_records(self, ordinals: Sequence[int]) -> None:
-        with self._write() as txn:
-            for ordinal in ordinals:
-                txn.delete(_ORDINAL.pack(ordinal), db=self._index)
+        # A transaction writes each page of the tree it touches anew, and a full segment has few pages to spare.
+        for _, near in groupby(sorted(ordinals), lambda ordinal: ordinal // _FORGOTTEN_AT_ONCE):
+            with self._write() as txn:
+                for ordinal in near:
+                    txn.delete(_ORDINAL.pack(ordinal), db=self._index)
 
     def empty(self) -> None:
         """Forget everything at once. Nobody may be reading. Raises `lmdb.MapFullError` when only recreating helps."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -79,7 +80,7 @@ class ColdTier(Tier):
         also every `sync_interval_s` seconds and when a segment is full. ``commit``: before `put` returns. The death of
         the process alone loses nothing at any level; docs/cold-store.md says what a power loss costs.
     on_evict
-        Called with the keys that made room for others, on the thread whose put did it, under no lock.
+        Called with the keys that made room for others or were trimmed, on the thread that did it, under no lock.
     encode_threads
         Threads that code the blocks of one `put_many`.
 
@@ -177,14 +178,21 @@ class ColdTier(Tier):
                 outcomes[index] = outcomes[first.get(key, index)]
         return outcomes
 
+    def has(self, key: bytes) -> bool:
+        self._check_open()
+        return key in self._table
+
+    def holds(self, keys: Sequence[bytes]) -> int:
+        self._check_open()
+        return self._table.holds(keys)
+
     def read_into(self, key: bytes, out: memoryview) -> BlockMeta:
         try:
             with self._table.reading(key) as found:
                 if found is None:
                     self._check_open()
                     raise NotFound("no such block in the cold tier")
-                segment, entry = found
-                meta = record.decode_meta(entry)
+                segment, entry, meta = found
                 if len(out) < meta.length:
                     raise BodyMismatch(f"a block of {meta.length} bytes does not fit a buffer of {len(out)}")
                 try:
@@ -201,20 +209,38 @@ class ColdTier(Tier):
 
     def meta(self, key: bytes) -> BlockMeta | None:
         self._check_open()
-        entry = self._table.get(key)
-        return record.decode_meta(entry) if entry is not None else None
+        return self._table.meta(key)
 
     def delete(self, key: bytes) -> bool:
-        with self._writing:
-            self._check_open()
+        with self._changing():
             found = self._table.remove(key)
             if found is None:
                 return False
             segment, ordinal = found
             self._writer.forget(segment, [ordinal])
-            evicted = self._writer.take_evicted()
-        self._report_evicted(evicted)
         return True
+
+    def payload_by_tenant(self) -> dict[bytes, int]:
+        self._check_open()
+        return self._table.payload_by_tenant()
+
+    def trim(self, tenant: bytes, payload_bytes: int) -> int:
+        """As `SupportsQuotas.trim`. Segments are gone through by age, and within one the blocks by their last use.
+
+        Looks at every block there is once; writers wait for one segment at a time. The space comes back when the
+        segments are emptied, as after `delete`. Raises `StorageError` when the disk refuses: blocks that were trimmed
+        before may then come back with a restart.
+        """
+        self._check_open()
+        if payload_bytes < 0:
+            raise InvalidRequest(f"a tenant cannot be trimmed to {payload_bytes} bytes")
+        trimmed = 0
+        # Once, unless the blocks found were carried to another segment before it was their turn, or new ones came.
+        while self._table.payload_of(tenant) > payload_bytes:
+            for sequence, keys in self._table.keys_of(tenant):
+                with self._changing():
+                    trimmed += self._writer.trim(tenant, payload_bytes, sequence, keys)
+        return trimmed
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note that blocks were used: the next time their segment is emptied they are carried forward. Cheap.
@@ -226,7 +252,7 @@ class ColdTier(Tier):
 
     def records(self) -> Iterator[tuple[bytes, BlockMeta]]:
         self._check_open()
-        return ((key, record.decode_meta(entry)) for key, entry in self._table.snapshot())
+        return self._table.records()
 
     def usage(self) -> TierUsage:
         self._check_open()
@@ -310,13 +336,10 @@ class ColdTier(Tier):
             raise Unavailable("the cold tier is closed")
 
     def _store(self, writes: Sequence[Write]) -> list[tuple[int, TierKVError]]:
-        with self._writing:
-            self._check_open()
+        with self._changing():
             failed = self._writer.store(writes)
-            evicted = self._writer.take_evicted()
             if self._writer.take_sealed():
                 self._after_sealing()
-        self._report_evicted(evicted)
         return failed
 
     def _encode(
@@ -355,6 +378,20 @@ class ColdTier(Tier):
                 self._damage.note("sync", refused.message)
             evicted = self._writer.take_evicted()
         self._report_evicted(evicted)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Be the one who changes segments and table; what that evicts is reported afterwards, under no lock."""
+        evicted: list[bytes] = []
+        try:
+            with self._writing:
+                self._check_open()
+                try:
+                    yield
+                finally:
+                    evicted = self._writer.take_evicted()
+        finally:
+            self._report_evicted(evicted)
 
     def _report_evicted(self, evicted: Sequence[bytes]) -> None:
         # Another thread may have stored one of them again meanwhile.

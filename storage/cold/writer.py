@@ -49,7 +49,7 @@ class Write:
 class _Carried:
     ordinal: int
     key: bytes
-    entry: bytes
+    meta: BlockMeta
     container: memoryview
 
 
@@ -83,10 +83,8 @@ class SegmentWriter:
         for segment in list(self._pool.segments):
             if not segment.sequence:
                 continue
-            blocks: dict[bytes, bytes] = {}
-            broken: list[int] = []
             try:
-                _read_index(segment, blocks, broken)
+                rows, broken = record.sift(segment.records(), segment.sequence)
                 if broken:
                     self._damage.note("index", f"{len(broken)} index records of {segment.path} are damaged; dropped")
                     segment.forget(broken)
@@ -94,7 +92,7 @@ class SegmentWriter:
                 self._pool.set_aside(segment, "index", f"its index cannot be read: {error}")
                 continue
             self._table.register(segment)
-            for older, ordinals in self._table.publish(segment, blocks.items()).items():
+            for older, ordinals in self._table.publish(segment, rows).items():
                 self.forget(older, ordinals)
         for segment in self._pool.segments:
             segment.settle()
@@ -136,6 +134,24 @@ class SegmentWriter:
                 raise _refusal(error) from error
             self._drop(segment, error)
 
+    def trim(self, tenant: bytes, payload_bytes: int, sequence: int, keys: Sequence[bytes]) -> int:
+        """Evict blocks in the order of `keys`, as long as their tenant has more than `payload_bytes`; return how many.
+
+        Those that do not lie in the segment filled as `sequence` any more stay. Raises as `forget`.
+        """
+        lies_there = record.sequence_prefix(sequence)
+        places: list[tuple[Segment, int]] = []
+        for key in keys:
+            if self._table.payload_of(tenant) <= payload_bytes:
+                break
+            entry = self._table.get(key)
+            if entry is not None and entry.startswith(lies_there) and (place := self._table.remove(key, entry)):
+                self._evicted.append(key)
+                places.append(place)
+        if places:
+            self.forget(places[0][0], [ordinal for _, ordinal in places])
+        return len(places)
+
     def examine(self, segment: Segment) -> None:
         """Drop a segment whose structure turns out to be damaged. Blocks on reads."""
         try:
@@ -144,7 +160,7 @@ class SegmentWriter:
             self._drop(segment, error)
 
     def take_evicted(self) -> list[bytes]:
-        """Return the keys dropped by emptying segments since the last call."""
+        """Return the keys that were evicted since the last call: trimmed, or dropped with their segments."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
@@ -171,12 +187,12 @@ class SegmentWriter:
                 break
             batch.append(write)
         try:
-            entries = segment.append([(write.key, write.meta, write.container) for write in batch])
+            rows = segment.append([(write.key, write.meta, write.container) for write in batch])
         except lmdb.MapFullError:
             if segment.fresh:
                 raise Unusable("torn", "it is empty and has no room: it has lost count of its pages") from None
             return 0
-        self._table.publish(segment, zip((write.key for write in batch), entries, strict=True))
+        self._table.publish(segment, rows)
         return len(batch)
 
     def _segment_for(self, needed: int) -> tuple[Segment, int]:
@@ -269,7 +285,7 @@ class SegmentWriter:
         except (OSError, Unusable) as error:
             self._drop(victim, error)
             return
-        keys = [row[record.KEY_AT : record.ENTRY_AT] for _, row in victim.records()]
+        keys = [record.key(row) for _, row in victim.records()]
         target = self._pool.filling
         if target is not None and target is not victim:
             self._carry(victim, keys, target)
@@ -293,13 +309,14 @@ class SegmentWriter:
             chosen: list[_Carried] = []
             for key in filter(worth.__contains__, reversed(by_use)):
                 entry = self._table.get(key)
-                if entry is None or not entry.startswith(lies_there):
+                meta = self._table.meta(key)
+                if entry is None or meta is None or not entry.startswith(lies_there):
                     continue
                 ordinal = record.place(entry)[1]
                 container = container_at(ordinal)
                 if container is not None and stored_bytes(len(container)) <= room:
                     room -= stored_bytes(len(container))
-                    chosen.append(_Carried(ordinal, key, entry, container))
+                    chosen.append(_Carried(ordinal, key, meta, container))
             self._copy(chosen, target)
 
     def _copy(self, chosen: Sequence[_Carried], target: Segment) -> None:
@@ -308,28 +325,14 @@ class SegmentWriter:
             return
         in_order = sorted(chosen, key=lambda block: block.ordinal)
         try:
-            entries = target.append(
-                [(block.key, record.decode_meta(block.entry), block.container) for block in in_order]
-            )
+            rows = target.append([(block.key, block.meta, block.container) for block in in_order])
         except lmdb.MapFullError:
             if len(chosen) > 1:
                 half = len(chosen) // 2
                 self._copy(chosen[:half], target)
                 self._copy(chosen[half:], target)
             return
-        moved = [block.key for block in in_order]
-        self._table.publish(target, zip(moved, entries, strict=True))
-
-
-def _read_index(segment: Segment, blocks: dict[bytes, bytes], broken: list[int]) -> None:
-    """Sort a segment's records into whole ones (by key) and broken ones (ordinals)."""
-    intact, sequence = record.intact, record.sequence_prefix(segment.sequence)
-    for ordinal, row in segment.records():
-        entry = row[record.ENTRY_AT :]
-        if intact(row) and entry.startswith(sequence + ordinal[::-1]):  # an entry begins with its place, little-endian
-            blocks[row[record.KEY_AT : record.ENTRY_AT]] = entry
-        else:
-            broken.append(int.from_bytes(ordinal, "big"))
+        self._table.publish(target, rows)
 
 
 def _refusal(error: Exception) -> StorageError:

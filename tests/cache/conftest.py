@@ -83,14 +83,15 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 _tenants = itertools.count()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tenant() -> str:
+    """One for all tests of a module: among several, each could count on a part of the memory only."""
     return f"tenant-{next(_tenants)}"
 
 
 @pytest.fixture
 def cache(deployment: Deployment, tenant: str) -> Cache:
-    """A client of a tenant of its own."""
+    """A client of the module's tenant."""
     return deployment.connect(tenant)
 
 

@@ -42,9 +42,9 @@ def test_counts_and_draining() -> None:
     both: list[ReadRecord | WriteRecord] = [read(1.0), WriteRecord("w", ME, 2.0, {})]
     for lease in both:
         table.add(lease)
-    assert table.counts() == {"read": 1, "write": 1}
+    assert table.counts() == {"read": 1, "write": 1, "compute": 0, "pin": 0}
     assert table.drain() == both
-    assert table.counts() == {"read": 0, "write": 0}
+    assert table.counts() == {"read": 0, "write": 0, "compute": 0, "pin": 0}
     assert table.next_deadline() is None
 
 

@@ -264,11 +264,11 @@ class CacheMachine(RuleBasedStateMachine):
 
         wait_until(at_rest)
         with state.lock:
-            assert state.leases.counts() == {"read": 0, "write": 0}
+            assert state.leases.counts() == {"read": 0, "write": 0, "compute": 0, "pin": 0}
             assert not state.writing
             assert not state.waiting
             assert not any(e.withdrawn for e in state.index)
-            assert not state.placement.purging
+            assert not state.index.purging
         self.tables_agree()
         self.every_slot_is_accounted_for()
 

@@ -12,8 +12,8 @@ import pytest
 
 import tierkv
 from tierkv.cache import Written
+from tierkv.core.acquiring import Acquired, Terms
 from tierkv.core.engine import Engine
-from tierkv.core.reading import Acquired
 from tierkv.core.steps import Step, run_async
 from tierkv.embedded import EmbeddedCache
 from tierkv.errors import InvalidRequest, StorageError
@@ -66,7 +66,7 @@ def nothing_is_held(engine: Engine) -> bool:
     state = engine._state
     with state.lock:
         idle = not engine._loader._running and not any(entry.pins for entry in state.index)
-        return idle and not state.writing and state.leases.counts() == {"read": 0, "write": 0}
+        return idle and not state.writing and state.leases.counts() == {"read": 0, "write": 0, "compute": 0, "pin": 0}
 
 
 def acquire_step(cache: EmbeddedCache, blocks: int) -> Step[Acquired]:
@@ -74,10 +74,7 @@ def acquire_step(cache: EmbeddedCache, blocks: int) -> Step[Acquired]:
         cache.engine.tenant("default"),
         SPEC.namespace,
         make_chain(SPEC, blocks).hashes,
-        wait_s=30.0,
-        ttl_s=30.0,
-        max_blocks=None,
-        tiers=frozenset({"warm"}),
+        Terms(frozenset({"warm"}), 30.0, 30.0),
     )
 
 
@@ -269,5 +266,5 @@ def test_a_lease_cannot_end_before_it_was_given(tmp_path: Path) -> None:
                 assert [g.state for g in lease.grants] == ["granted", "granted", "no_room", "no_room"]
                 write(lease, SPEC, other)
                 assert lease.commit() == 2
-        assert cache.stats()["leases"] == {"read": 0, "write": 0}
+        assert cache.stats()["leases"] == {"read": 0, "write": 0, "compute": 0, "pin": 0}
         assert cache.lookup(other).blocks == 2

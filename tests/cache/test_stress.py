@@ -122,9 +122,9 @@ def test_nothing_breaks_in_a_crowd(tmp_path: Path, hot: bool) -> None:
         wait_until(lambda: not cache.engine._loader._running)
         cache.flush()
         with state.lock:
-            assert state.leases.counts() == {"read": 0, "write": 0}
+            assert state.leases.counts() == {"read": 0, "write": 0, "compute": 0, "pin": 0}
             assert not any(entry.pins or entry.withdrawn for entry in state.index)
-            for table in (state.writing, state.waiting, state.quarantine, state.placement.purging):
+            for table in (state.writing, state.waiting, state.quarantine, state.index.purging):
                 assert not table
             for memory in state.placement.memory:
                 slots = memory.tier.allocator.usage().slots  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import pytest
 
 import tierkv
 from tierkv.cache import Cache
+from tierkv.core.acquiring import Terms
 from tierkv.core.steps import run
 from tierkv.embedded import EmbeddedCache
 from tierkv.spec import KVSpec
@@ -79,10 +80,7 @@ def test_a_block_may_be_read_from_warm_while_it_sinks_there() -> None:
                     tenant,
                     chain.namespace,
                     chain.hashes,
-                    wait_s=20.0,
-                    ttl_s=30.0,
-                    max_blocks=None,
-                    tiers=frozenset({"warm"}),
+                    Terms(frozenset({"warm"}), 20.0, 30.0),
                 )
             )
             assert acquired.hit_blocks == 8

@@ -131,7 +131,7 @@ async def test_a_block_goes_in_and_comes_out(cache: aio.AsyncCache) -> None:
     assert await cache.delete(wanted) == 1
     await cache.flush()
     assert await cache.clear(SPEC.namespace) == 5
-    assert (await cache.stats())["leases"] == {"read": 0, "write": 0}
+    assert (await cache.stats())["leases"] == {"read": 0, "write": 0, "compute": 0, "pin": 0}
 
 
 async def test_errors_are_the_contracts(cache: aio.AsyncCache) -> None:
@@ -155,7 +155,7 @@ async def test_many_tasks_at_once(cache: aio.AsyncCache) -> None:
     async with asyncio.TaskGroup() as tasks:
         for seed in range(100):
             tasks.create_task(work(seed))
-    assert (await cache.stats())["leases"] == {"read": 0, "write": 0}
+    assert (await cache.stats())["leases"] == {"read": 0, "write": 0, "compute": 0, "pin": 0}
 
 
 async def test_tasks_cancelled_at_any_moment_leave_no_lease(cache: aio.AsyncCache) -> None:
@@ -173,7 +173,7 @@ async def test_tasks_cancelled_at_any_moment_leave_no_lease(cache: aio.AsyncCach
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     async with asyncio.timeout(PATIENCE_S):
-        while (await cache.stats())["leases"] != {"read": 0, "write": 0}:
+        while (await cache.stats())["leases"] != {"read": 0, "write": 0, "compute": 0, "pin": 0}:
             await asyncio.sleep(0.005)
 
 
@@ -241,11 +241,11 @@ async def test_cancelled_inside_a_lease(cache: aio.AsyncCache) -> None:
 
     task = asyncio.create_task(hold())
     await inside.wait()
-    assert (await cache.stats())["leases"] == {"read": 1, "write": 1}
+    assert (await cache.stats())["leases"] == {"read": 1, "write": 1, "compute": 0, "pin": 0}
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (await cache.stats())["leases"] == {"read": 0, "write": 0}
+    assert (await cache.stats())["leases"] == {"read": 0, "write": 0, "compute": 0, "pin": 0}
 
 
 async def test_a_closed_cache(cache: aio.AsyncCache) -> None:

@@ -72,6 +72,9 @@ def tier_machine(make_tier: Callable[[Path], Tier], directory: Path, payload_byt
             assert dict(self.tier.records()) == {key: meta for key, (_, meta) in self.model.items()}
             usage = self.tier.usage()
             assert usage.blocks == len(self.model)
+            keys = [bytes([n]) * 32 for n in range(5)]
+            assert [self.tier.has(key) for key in keys] == [key in self.model for key in keys]
+            assert self.tier.holds(keys) == next((n for n, key in enumerate(keys) if key not in self.model), 5)
             assert usage.payload_bytes == sum(meta.length for _, meta in self.model.values())
             assert usage.used_bytes <= usage.capacity_bytes
 

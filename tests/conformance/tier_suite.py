@@ -140,6 +140,23 @@ class TierConformance:
         assert read(tier, key_of(1)) == first
         assert tier.usage() == before
 
+    def test_says_which_blocks_are_there(self, tier: Tier) -> None:
+        for number in (0, 1, 3):
+            payload = block(number, 5000)
+            tier.put(key_of(number), payload, meta_of(payload))
+        assert [tier.has(key_of(number)) for number in range(5)] == [True, True, False, True, False]
+
+    def test_holds_counts_up_to_the_first_gap(self, tier: Tier) -> None:
+        for number in (0, 1, 2, 4):
+            payload = block(number, 5000)
+            tier.put(key_of(number), payload, meta_of(payload))
+        keys = [key_of(number) for number in range(6)]
+        assert [tier.holds(keys[first:]) for first in range(6)] == [3, 2, 1, 0, 1, 0]
+        assert tier.holds(keys[:2]) == 2
+        assert tier.holds([]) == 0
+        tier.delete(keys[1])
+        assert tier.holds(keys) == 1
+
     def test_delete_forgets_the_block_once(self, tier: Tier) -> None:
         payload = block(1, 5000)
         tier.put(key_of(1), payload, meta_of(payload))
@@ -284,6 +301,8 @@ class TierConformance:
             lambda: tier.put(key_of(2), payload, meta_of(payload)),
             lambda: tier.read_into(key_of(1), memoryview(bytearray(5000))),
             lambda: tier.meta(key_of(1)),
+            lambda: tier.has(key_of(1)),
+            lambda: tier.holds([key_of(1)]),
             lambda: tier.delete(key_of(1)),
             lambda: list(tier.records()),
             lambda: tier.usage(),

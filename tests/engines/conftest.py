@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tierkv
-from tierkv.cache import Cache, Chain, Hit, ReadLease, Ticket, WriteLease
+from tierkv.cache import Cache, Chain, Hit, Pinned, ReadLease, Ticket, WriteLease
 from tierkv.spec import KVSpec
 
 
@@ -31,8 +31,8 @@ class FaultyCache(Cache):
     def lookup(self, chain: Chain) -> Hit:
         return self.inner.lookup(chain)
 
-    def prefetch(self, chain: Chain) -> Ticket:
-        return self.inner.prefetch(chain)
+    def prefetch(self, chain: Chain, **options: Any) -> Ticket:
+        return self.inner.prefetch(chain, **options)
 
     def acquire(self, chain: Chain, **options: Any) -> ReadLease:
         self.check("acquire")
@@ -44,6 +44,18 @@ class FaultyCache(Cache):
     def reserve(self, chain: Chain, **options: Any) -> WriteLease:
         self.check("reserve")
         return FaultyWriteLease(self, self.inner.reserve(chain, **options))
+
+    def pin(self, chain: Chain, ttl_s: float) -> Pinned:
+        return self.inner.pin(chain, ttl_s)
+
+    def unpin(self, chain: Chain) -> int:
+        return self.inner.unpin(chain)
+
+    def end_session(self, namespace: str, session: str) -> int:
+        return self.inner.end_session(namespace, session)
+
+    def pause_session(self, namespace: str, session: str, expected_s: float) -> int:
+        return self.inner.pause_session(namespace, session, expected_s)
 
     def delete(self, chain: Chain) -> int:
         return self.inner.delete(chain)

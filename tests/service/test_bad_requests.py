@@ -429,7 +429,7 @@ def test_a_lease_belongs_to_its_tenant_and_its_kind(writing: Writing, cache: Cac
     status, problem, _ = writing.raw.request("POST", path, body, {**JSON, "Tierkv-Tenant": "other"})
     check(status, problem, 410, "lease-lost")
     check(*writing.raw.json("POST", f"/v1/leases/{writing.lease}/release", {}), 400, "invalid-request", "writing")
-    check(*writing.raw.json("POST", f"{NS}/blocks:get", {"lease": writing.lease}), 400, "invalid-request", "writing")
+    check(*writing.raw.json("POST", f"{NS}/blocks:get", {"lease": writing.lease}), 400, "invalid-request", "reading")
     writing.end()
 
 
@@ -445,7 +445,7 @@ def test_blocks_that_are_not_part_of_a_lease(cache: Cache, raw: Raw) -> None:
     for blocks in ([[0]], ["x"], [[0, 0, 0]], [[0.0, 0]]):
         message = {"lease": answer["lease"], "blocks": blocks}
         check(*raw.json("POST", f"{NS}/blocks:get", message), 400, "invalid-request", "blocks")
-    check(*raw.json("POST", f"/v1/leases/{answer['lease']}/commit", {"blocks": []}), 400, "invalid-request", "reading")
+    check(*raw.json("POST", f"/v1/leases/{answer['lease']}/commit", {"blocks": []}), 400, "invalid-request", "writing")
     assert raw.json("POST", f"/v1/leases/{answer['lease']}/release", {})[0] == 200
 
 

@@ -183,7 +183,7 @@ def test_a_lease_asked_of_one_daemon_and_given_by_the_next(daemon: Daemon) -> No
                 assert write.commit() == len(write.granted)
             assert read_back(cache, fresh) == 8
             assert read_back(cache, chain(8)) == 8
-            assert cache.stats()["leases"] == {"read": 0, "write": 0}
+            assert cache.stats()["leases"] == {"read": 0, "write": 0, "compute": 0, "pin": 0}
             cache.delete(fresh)
 
 
@@ -205,10 +205,10 @@ def test_closing_a_client_ends_its_leases(daemon: Daemon) -> None:
         store(watcher, chain(4))
         cache = daemon.connect()
         read, write = cache.acquire(chain(4)), cache.reserve(chain(8))
-        assert watcher.stats()["leases"] == {"read": 1, "write": 1}
+        assert watcher.stats()["leases"] == {"read": 1, "write": 1, "compute": 0, "pin": 0}
         view = read.view(0)
         cache.close()
-        assert watcher.stats()["leases"] == {"read": 0, "write": 0}
+        assert watcher.stats()["leases"] == {"read": 0, "write": 0, "compute": 0, "pin": 0}
         assert bytes(view) == payload(chain(4), 0)
         with pytest.raises(LeaseLost):
             read.view(0)
@@ -278,7 +278,7 @@ def test_threads_share_a_client(daemon: Daemon, tcp: bool) -> None:
         for thread in threads:
             thread.join()
         assert not failures
-        assert cache.stats()["leases"] == {"read": 0, "write": 0}
+        assert cache.stats()["leases"] == {"read": 0, "write": 0, "compute": 0, "pin": 0}
 
 
 def test_a_frozen_daemon_holds_nobody_longer_than_the_timeout(daemon: Daemon) -> None:

@@ -13,7 +13,7 @@ from tests.service import stranger
 from tests.service.daemon import ROOT, SPEC, Daemon, Raw
 from tests.service.stranger import Stranger
 from tierkv import wire
-from tierkv.cache import BlockRef, Grant, Hit, TicketProgress, Written
+from tierkv.cache import BlockRef, Grant, Hit, LoadChoice, TicketProgress, Written
 from tierkv.core.state import NamespaceInfo
 from tierkv.errors import BodyMismatch, CorruptBlock, error_classes
 from tierkv.keys import chain_root
@@ -72,7 +72,7 @@ def test_every_route_is_documented_and_no_other() -> None:
     served = {(route.method, route.path) for route in ROUTES}
     names = {"{ns}": "{namespace}"}
     for method, path in served.copy():
-        kind = "ticket" if "/tickets/" in path else "lease"
+        kind = next((kind for kind in ("ticket", "session") if f"/{kind}s/" in path), "lease")
         named = path.replace("{ns}", names["{ns}"]).replace("{id}", f"{{{kind}}}")
         served.discard((method, path))
         served.add((method, named))
@@ -111,6 +111,7 @@ def test_broken_frames(vector: dict[str, Any]) -> None:
 STRUCTURES: dict[str, tuple[Any, Any]] = {
     "hit": (wire.pack_hit, wire.unpack_hit),
     "progress": (wire.pack_progress, wire.unpack_progress),
+    "choice": (wire.pack_choice, wire.unpack_choice),
     "refs": (wire.pack_refs, wire.unpack_refs),
     "grants": (wire.pack_grants, wire.unpack_grants),
     "written": (wire.pack_written, wire.unpack_written),
@@ -118,6 +119,7 @@ STRUCTURES: dict[str, tuple[Any, Any]] = {
 OBJECTS: dict[str, Any] = {
     "hit": Hit(2, 32, ("hot", "warm")),
     "progress": TicketProgress("loading", 8, 3, 65536, 24576),
+    "choice": LoadChoice("partly", 2, 0.25, 1.5),
     "refs": [
         BlockRef(0, 0, "hot", 0, 8192, 0x6FB8C59B8652A78B),
         BlockRef(1, 1, "warm", 2**40, 8192, 0x0000000000000001),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from tests.conformance.quota_suite import QuotaConformance
 from tests.conformance.tier_suite import TierConformance
 from tierkv.storage.cold import ColdTier
 
 
-class TestColdTier(TierConformance):
+class TestColdTier(TierConformance, QuotaConformance):
     capacity_bytes: ClassVar[int] = 8 << 20
     evicts: ClassVar[bool] = True
     codec: ClassVar[str] = "raw"

@@ -173,7 +173,7 @@ def test_a_killed_daemon_loses_what_was_in_memory_only() -> None:
                     verified += 8 * len(client.flushed) + sum(found)
                     lost += 8 * len(late) - sum(found)
                     assert cache.stats()["counters"]["corrupt_blocks"] == {}
-                    assert cache.stats()["leases"] == {"read": 0, "write": 0}
+                    assert cache.stats()["leases"] == {"read": 0, "write": 0, "compute": 0, "pin": 0}
             assert daemon.stop() == 0
             assert not daemon.shared_files()
             assert "Traceback" not in daemon.log

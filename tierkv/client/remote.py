@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from tierkv.cache import Cache, Chain, Hit, ReadLease, Ticket, TicketProgress, WriteLease
+from tierkv.cache import Cache, Chain, Hit, Pinned, ReadLease, Ticket, TicketProgress, WriteLease
 from tierkv.client.planes import Attachment, BodyPlane, SharedPlane
 from tierkv.client.transport import Answer, Transport
 from tierkv.direct import UseLog
 from tierkv.errors import InvalidRequest, NotFound, TierKVError, Unavailable
-from tierkv.handles import LeasedReader, LeasedWriter, Plane, read_leased
+from tierkv.handles import LeasedComputer, LeasedReader, LeasedWriter, Plane, read_leased
 from tierkv.spec import KVSpec
-from tierkv.wire import unpack_grants, unpack_hit, unpack_progress, unpack_refs
+from tierkv.wire import unpack_choice, unpack_grants, unpack_hit, unpack_progress, unpack_refs
 
 __all__ = ["RemoteCache", "connect"]
 
@@ -64,18 +64,38 @@ class RemoteCache(Cache):
     def lookup(self, chain: Chain) -> Hit:
         return unpack_hit(self._on_chain(chain, "lookup", {}))
 
-    def prefetch(self, chain: Chain) -> Ticket:
-        return _RemoteTicket(self._transport, str(self._on_chain(chain, "prefetch", {})["ticket"]))
+    def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> Ticket:
+        return _RemoteTicket(
+            self._transport, str(self._on_chain(chain, "prefetch", {"deadline_s": deadline_s})["ticket"])
+        )
 
     def acquire(
-        self, chain: Chain, *, wait_s: float = 10.0, ttl_s: float = 30.0, max_blocks: int | None = None
+        self,
+        chain: Chain,
+        *,
+        wait_s: float = 10.0,
+        ttl_s: float = 30.0,
+        max_blocks: int | None = None,
+        compute_s: float = 0.0,
+        prefill_tokens_per_s: float | None = None,
+        session: str = "",
+        groups: tuple[int, ...] | None = None,
     ) -> ReadLease:
         asked = time.monotonic()
-        message = {"wait_s": None if wait_s == math.inf else wait_s, "ttl_s": ttl_s, "max_blocks": max_blocks}
+        message = {
+            "wait_s": None if wait_s == math.inf else wait_s,
+            "ttl_s": ttl_s,
+            "max_blocks": max_blocks,
+            "compute_s": compute_s,
+            "prefill_tokens_per_s": prefill_tokens_per_s,
+            "session": session,
+            "groups": groups,
+        }
         answer, plane = self._leased(chain, "acquire", message, wait_s)
         lease_id, refs = str(answer["lease"]), unpack_refs(answer["blocks"])
+        plane = plane or BodyPlane(self._transport, _path(chain.namespace), lease_id, refs)
         lease = LeasedReader(
-            plane or BodyPlane(self._transport, _path(chain.namespace), lease_id, refs),
+            plane,
             lease_id,
             refs,
             hit_blocks=answer["hit_blocks"],
@@ -83,6 +103,9 @@ class RemoteCache(Cache):
             published_blocks=answer["published_blocks"],
             tokens_by_tier=answer["tokens_by_tier"],
             waited_s=answer["waited_s"],
+            choice=unpack_choice(answer["choice"]),
+            compute=LeasedComputer(plane, *answer["compute"]) if answer["compute"] else None,
+            computed_elsewhere=answer["computed_elsewhere"],
             deadline=asked + answer["waited_s"] + answer["ttl_s"],
         )
         return self._remember(lease)
@@ -98,10 +121,17 @@ class RemoteCache(Cache):
         return read_leased(self, chain, index, out, group, wait_s)
 
     def reserve(
-        self, chain: Chain, *, start: int = 0, stop: int | None = None, wait_s: float = 1.0, ttl_s: float = 60.0
+        self,
+        chain: Chain,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        wait_s: float = 1.0,
+        ttl_s: float = 60.0,
+        session: str = "",
     ) -> WriteLease:
         asked = time.monotonic()
-        message = {"start": start, "stop": stop, "wait_s": wait_s, "ttl_s": ttl_s}
+        message = {"start": start, "stop": stop, "wait_s": wait_s, "ttl_s": ttl_s, "session": session}
         answer, plane = self._leased(chain, "reserve", message, wait_s)
         lease_id = str(answer["lease"])
         lease = LeasedWriter(
@@ -111,6 +141,19 @@ class RemoteCache(Cache):
             deadline=asked + answer["waited_s"] + answer["ttl_s"],
         )
         return self._remember(lease)
+
+    def pin(self, chain: Chain, ttl_s: float) -> Pinned:
+        answer = self._on_chain(chain, "pin", {"ttl_s": ttl_s})
+        return Pinned(int(answer["blocks"]), int(answer["nbytes"]))
+
+    def unpin(self, chain: Chain) -> int:
+        return int(self._on_chain(chain, "unpin", {})["blocks"])
+
+    def end_session(self, namespace: str, session: str) -> int:
+        return int(self._on_session(namespace, session, "end", {})["retired"])
+
+    def pause_session(self, namespace: str, session: str, expected_s: float) -> int:
+        return int(self._on_session(namespace, session, "pause", {"expected_s": expected_s})["held"])
 
     def delete(self, chain: Chain) -> int:
         if not chain.hashes:
@@ -154,9 +197,9 @@ class RemoteCache(Cache):
             self._attachment.forget(mapped)
             if tiers is None:
                 return answer, None
-            if answer["lease"]:
+            for lease_id in filter(None, (answer["lease"], (answer.get("compute") or [None])[0])):
                 with contextlib.suppress(TierKVError):
-                    self._transport.call("POST", f"/v1/leases/{answer['lease']}/{_ENDS[verb]}")
+                    self._transport.call("POST", f"/v1/leases/{lease_id}/{_ENDS[verb]}")
         raise Unavailable("the daemon restarts again and again", remedy="look at its log")
 
     def _on_chain(
@@ -166,6 +209,10 @@ class RemoteCache(Cache):
         return self._registered(
             chain.namespace, lambda: self._transport.call("POST", path, message, extra_s=extra_s, once=once)
         )
+
+    def _on_session(self, namespace: str, session: str, verb: str, message: dict[str, Any]) -> Answer:
+        path = f"{_path(namespace)}/sessions/{quote(session, safe='')}/{verb}"
+        return self._registered(namespace, lambda: self._transport.call("POST", path, message))
 
     def _registered(self, namespace: str, call: Callable[[], Answer]) -> Answer:
         """Make a call, registering its namespace first if the daemon was restarted and does not know it yet."""
@@ -197,6 +244,10 @@ class _RemoteTicket(Ticket):
 
     def progress(self) -> TicketProgress:
         return unpack_progress(self._transport.call("GET", f"/v1/tickets/{self.id}"))
+
+    def wait(self, wait_s: float, *, groups: int | None = None) -> TicketProgress:
+        message = {"wait_s": wait_s, "groups": groups}
+        return unpack_progress(self._transport.call("POST", f"/v1/tickets/{self.id}/wait", message, extra_s=wait_s))
 
     def cancel(self) -> None:
         self._transport.call("DELETE", f"/v1/tickets/{self.id}")

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
-from tierkv.config import Config
-from tierkv.core.engine import Engine
-from tierkv.core.placement import MemoryLevel
+from tierkv.config import Config, PolicyConfig
+from tierkv.core.engine import Engine, Limits
+from tierkv.core.placement import MemoryTier
+from tierkv.core.tenants import TenantRules
 from tierkv.errors import ConfigError, StorageError, StoreInUse
-from tierkv.policy import make_policy
+from tierkv.policy import EvictionPolicy, make_policy
 from tierkv.storage.cold import ColdTier
 from tierkv.storage.hot import HotTier
 from tierkv.storage.tier import SlotTier
@@ -43,7 +44,7 @@ def build_engine(config: Config) -> Engine:
     secret = _secret(config.state_dir)
     instance = _instance(config.state_dir)
     _remove_leftovers(config.warm.directory)
-    memory: list[MemoryLevel] = []
+    memory: list[MemoryTier] = []
     cold: ColdTier | None = None
     engine: Engine | None = None
 
@@ -56,10 +57,10 @@ def build_engine(config: Config) -> Engine:
             if config.hot.capacity:
                 path = config.warm.directory / f"{instance}.hot"
                 hot = HotTier(config.hot.capacity, device=config.hot.device, segment_path=path)
-                memory.append(_level(hot, config.hot.policy, 1.0))  # hot blocks go down to warm at once
+                memory.append(_memory_tier(hot, config.hot.policy, 1.0))  # hot blocks go down to warm at once
         with _naming("warm", config.state_dir):
             warm = WarmTier(config.warm.capacity, segment_path=config.warm.directory / f"{instance}.warm")
-            memory.append(_level(warm, config.warm.policy, config.warm.demote_ahead))
+            memory.append(_memory_tier(warm, config.warm.policy, config.warm.demote_ahead))
         if config.cold.capacity:
             cold = ColdTier(
                 cold_path,
@@ -71,7 +72,16 @@ def build_engine(config: Config) -> Engine:
                 on_evict=cold_evicted,
                 encode_threads=config.cold.encode_threads,
             )
-        engine = Engine(memory, cold, secret, load_threads=config.load_threads)
+        limits = config.limits
+        engine = Engine(
+            memory,
+            cold,
+            secret,
+            load_threads=config.load_threads,
+            load_bytes=config.load_bytes,
+            rules=_rules(config),
+            most=Limits(limits.namespaces, limits.tenants, limits.sessions),
+        )
         return engine
     except BaseException:
         for level in memory:
@@ -97,8 +107,20 @@ def _naming(tier: str, state_dir: Path | None) -> Iterator[None]:
         ) from None
 
 
-def _level(tier: SlotTier, policy: str, demote_ahead: float) -> MemoryLevel:
-    return MemoryLevel(tier, make_policy(policy, tier.usage().capacity_bytes), demote_ahead)
+def _memory_tier(tier: SlotTier, policy: PolicyConfig, demote_ahead: float) -> MemoryTier:
+    def make(capacity: int) -> EvictionPolicy[bytes]:
+        return make_policy(policy.name, capacity, **policy.parameters)
+
+    return MemoryTier(tier, make, demote_ahead)
+
+
+def _rules(config: Config) -> dict[str, TenantRules]:
+    rules: dict[str, TenantRules] = {}
+    for name, granted in config.tenants.items():
+        quotas = {"hot": granted.hot, "warm": granted.warm, "cold": granted.cold}
+        known = {tier: int(quota) for tier, quota in quotas.items() if quota is not None}
+        rules[name] = TenantRules(granted.weight, granted.scope or "", known)
+    return rules
 
 
 def _cold_path(config: Config) -> Path:

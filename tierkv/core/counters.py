@@ -20,7 +20,7 @@ class Counters:
         Tokens served, by the tier that held them when they were first asked for.
     missed_blocks
         Blocks that were asked for and not served, by reason: ``absent``, ``late``, ``corrupt``, ``no_room``,
-        ``failed``.
+        ``failed``, ``cheaper_computed``.
     stored_blocks, stored_bytes
         Blocks published by commits.
     promoted_blocks, demoted_blocks, promoted_bytes, demoted_bytes
@@ -38,6 +38,17 @@ class Counters:
         Leases ended by their deadline, by kind.
     load_seconds, hidden_seconds, exposed_seconds
         Work of loads that requests used; its part that was over before the request asked; the rest.
+    lead_seconds
+        From the arrival of prefetched blocks to their first use, summed over the blocks.
+    wasted_bytes
+        Blocks that were promoted and left memory again before anybody used them.
+    compute_leases
+        Compute leases by what became of them: ``granted``; then ``done`` (all published), ``ended`` (given back
+        before) or ``expired`` (no progress in time).
+    shared_tokens
+        Tokens that requests waited for and got from another request's prefill instead of computing them, too.
+    decisions
+        Answers of compute-or-load, by `Decision.reason`.
     """
 
     acquires: int = 0
@@ -58,6 +69,11 @@ class Counters:
     load_seconds: float = 0.0
     hidden_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    lead_seconds: float = 0.0
+    wasted_bytes: int = 0
+    compute_leases: Counter[str] = field(default_factory=Counter)
+    shared_tokens: int = 0
+    decisions: Counter[str] = field(default_factory=Counter)
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for stats."""

@@ -11,10 +11,10 @@ from threading import Lock
 from tierkv.core.index import Entry
 from tierkv.core.state import State
 from tierkv.errors import CorruptBlock, NotFound, TierKVError
-from tierkv.storage.tier import BlockMeta, Tier, verify
+from tierkv.storage.tier import BlockMeta, SupportsQuotas, Tier, verify
 from tierkv.storage.transfer import copy_block
 
-__all__ = ["Demoter"]
+__all__ = ["Demoter", "purge"]
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Demoter:
         batch: list[Entry] = []
         size = 0
         for entry in self._placement.memory[level].dirty.values():
-            if entry.key in self._placement.purging:
+            if entry.key in self._index.purging:
                 continue
             if batch and size + entry.meta.length > BATCH_BYTES:
                 break
@@ -108,7 +108,7 @@ class Demoter:
         with self._lock:
             if not entry.levels or entry.levels >> below & 1:
                 return False
-            slot = self._placement.allocate(below, entry.meta.length)
+            slot = self._placement.allocate(below, entry.meta.length, entry.meta.tenant)
         if slot is None:
             return False
         arrived = False
@@ -126,7 +126,8 @@ class Demoter:
                 self._placement.damaged(entry, level, error.cause)
         finally:
             if not arrived:
-                target.discard(slot)
+                with self._lock:
+                    self._placement.discard(below, slot, entry.meta.tenant)
         return arrived
 
     def _verified(self, level: int, entry: Entry) -> memoryview | None:
@@ -145,35 +146,55 @@ class Demoter:
         return payload
 
     def _to_cold(self, level: int, batch: Sequence[Entry]) -> list[bool]:
-        cold = self._placement.cold
+        cold, index = self._placement.cold, self._index
         assert cold is not None
         items = [(entry, payload) for entry in batch if (payload := self._verified(level, entry)) is not None]
-        for entry, _ in items:
-            left = cold.meta(entry.key)
-            if left is not None and left.checksum != entry.meta.checksum:
-                cold.delete(entry.key)  # a deletion failed, or a put did halfway: bytes of nobody knows which version
+        keys = [entry.key for entry, _ in items]
         with self._lock:
-            puts = [(entry.key, payload, self._coded(entry.meta)) for entry, payload in items]
-        outcomes = cold.put_many(puts)
+            index.arriving.update(keys)  # one that is deleted meanwhile must not look published when it arrives
         moved: dict[bytes, bool] = {}
         unwanted: list[bytes] = []
-        with self._lock:
-            for (entry, _), error in zip(items, outcomes, strict=True):
-                if error is not None:
-                    self._refused(error)
-                    continue
-                stored = cold.meta(entry.key)
-                if stored is None:  # recycled already, and reported
-                    continue
-                if self._index.get(entry.key) is not entry:
-                    unwanted.append(entry.key)  # deleted meanwhile
-                else:
-                    self._placement.mark_cold(entry, stored.checksum)
-                    moved[entry.key] = True
+        try:
+            for entry, _ in items:
+                left = cold.meta(entry.key)
+                if left is not None and (left.checksum != entry.meta.checksum or entry.key in index.condemned):
+                    cold.delete(entry.key)  # left by a deletion or a put that failed: nobody knows which version
+            with self._lock:
+                puts = [(entry.key, payload, self._coded(entry.meta)) for entry, payload in items]
+            outcomes = cold.put_many(puts)
+            with self._lock:
+                for (entry, _), error in zip(items, outcomes, strict=True):
+                    stored = cold.meta(entry.key)
+                    if error is not None:
+                        self._refused(error)
+                        if stored is not None:
+                            index.condemned.add(entry.key)
+                    elif stored is None:  # recycled already, and reported
+                        continue
+                    elif index.awake(entry.key) is not entry:
+                        unwanted.append(entry.key)  # deleted meanwhile
+                    else:
+                        index.condemned.discard(entry.key)
+                        self._placement.mark_cold(entry, stored.checksum)
+                        moved[entry.key] = True
+                index.purging.update(unwanted)
+        finally:
+            with self._lock:
+                index.arriving.difference_update(keys)
         if moved:
             self._refused_until = 0.0  # there is room again
-        self._remove(cold, unwanted)
+        purge(cold, unwanted, self._state)
+        self._hold_to_quota(cold, {entry.meta.tenant for entry, _ in items})
         return [moved.get(entry.key, False) for entry in batch]
+
+    def _hold_to_quota(self, cold: Tier, tenants: set[bytes]) -> None:
+        """Let tenants that store more than they may lose their oldest blocks."""
+        if not isinstance(cold, SupportsQuotas):
+            return
+        for tenant in tenants:
+            quota = self._state.tenants.rules_of(tenant).quotas.get(cold.name)
+            if quota is not None and cold.payload_by_tenant().get(tenant, 0) > quota:
+                cold.trim(tenant, quota)
 
     def _coded(self, meta: BlockMeta) -> BlockMeta:
         """Add what codecs need to know, which the block's namespace says; blocks get into memory by registered ones."""
@@ -187,10 +208,20 @@ class Demoter:
             log.warning("the cold tier refuses blocks: %s", error)
         self._refused_until = now + RETRY_S
 
-    def _remove(self, cold: Tier, keys: Sequence[bytes]) -> None:
+
+def purge(cold: Tier, keys: Sequence[bytes], state: State) -> None:
+    """Delete blocks that are in the index's `purging` from the cold tier. Blocks.
+
+    Whatever happens they are published no more: those the tier will not delete stay condemned, and its error is raised.
+    """
+    index = state.index
+    done = 0
+    try:
         for key in keys:
-            with self._lock:
-                again = self._index.get(key)
-                if again is not None and again.levels >> self._placement.cold_level & 1:
-                    continue
             cold.delete(key)
+            done += 1
+    finally:
+        with state.lock:
+            index.purging.difference_update(keys)
+            index.condemned.difference_update(keys[:done])
+            index.condemned.update(keys[done:])

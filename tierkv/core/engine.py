@@ -8,34 +8,47 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from hashlib import blake2b
+from dataclasses import dataclass
 from threading import Condition, Lock, Thread
 from typing import Any
 
+from tierkv.core.computing import Computing
 from tierkv.core.counters import Counters
-from tierkv.core.demotion import Demoter
+from tierkv.core.demotion import Demoter, purge
+from tierkv.core.hints import Hints
 from tierkv.core.index import Entry, Index
-from tierkv.core.leases import ReadRecord, WriteRecord
+from tierkv.core.leases import ComputeRecord, Lease, PinRecord, WriteRecord
 from tierkv.core.loads import Loader
-from tierkv.core.placement import MemoryLevel, Placement
+from tierkv.core.placement import MemoryTier, Placement
+from tierkv.core.prefetching import Prefetcher
 from tierkv.core.reading import Reader
-from tierkv.core.state import NamespaceInfo, State, Tenant
+from tierkv.core.sessions import Session, SessionTable
+from tierkv.core.state import NamespaceInfo, State
+from tierkv.core.tenants import Tenant, TenantRules, Tenants
 from tierkv.core.uses import Uses
 from tierkv.core.writing import Writer
-from tierkv.errors import InvalidRequest, SpecMismatch, Unavailable
-from tierkv.keys import tenant_key
+from tierkv.errors import InvalidRequest, LimitExceeded, SpecMismatch, TierKVError, Unavailable
 from tierkv.spec import KVSpec
-from tierkv.storage.tier import Tier, checksum
+from tierkv.storage.tier import SupportsQuotas, Tier, checksum
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Limits"]
 
 log = logging.getLogger(__name__)
 
 IDLE_WAKE_S = 1.0
 QUARANTINE_S = 60.0
 ROOM_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many namespaces, tenants and sessions are known at once."""
+
+    namespaces: int = 1024
+    tenants: int = 1024
+    sessions: int = 65536
 
 
 class Engine:
@@ -47,32 +60,45 @@ class Engine:
         See `Placement`. The engine owns them and closes them.
     secret
         Server secret (16 to 64 bytes) all tenant keys are derived from.
-    load_threads
-        Threads that read, decode and copy promoted blocks.
+    load_threads, load_bytes
+        Threads that read, decode and copy promoted blocks, and the most bytes they are at, at once.
+    rules
+        What the operator granted each tenant, by name.
+    most
+        Bounds on what is remembered.
     """
 
     def __init__(
-        self, memory: Sequence[MemoryLevel], cold: Tier | None, secret: bytes, *, load_threads: int = 2
+        self,
+        memory: Sequence[MemoryTier],
+        cold: Tier | None,
+        secret: bytes,
+        *,
+        load_threads: int = 2,
+        load_bytes: int = 256 << 20,
+        rules: Mapping[str, TenantRules] | None = None,
+        most: Limits | None = None,
     ) -> None:
+        most = most or Limits()
         lock = Lock()
-        counters, index = Counters(), Index()
-        placement = Placement(memory, cold, index, counters)
-        self._state = State(placement, index, counters, lock)
-        self._secret = secret
-        self._tenants: dict[str, Tenant] = {}
+        counters, tenants = Counters(), Tenants(secret, rules or {}, most.tenants)
+        index = Index(cold, len(memory) if cold is not None else -1)
+        placement = Placement(memory, cold, index, counters, tenants)
+        state = self._state = State(placement, index, counters, lock, tenants, SessionTable(most.sessions))
+        self._most = most
         self._wakeup = Condition(lock)
         self._closing = False
         self._started = time.time()
-        self._loader = Loader(placement, counters, lock, self._need_room, threads=load_threads, room_wait_s=ROOM_WAIT_S)
-        self._demoter = Demoter(self._state)
-        self.reader = Reader(self._state, self._loader)
-        self.uses = Uses(self._state)
-        self.writer = Writer(self._state, self._wakeup.notify, QUARANTINE_S)
-        if cold is not None:
-            for key, meta in cold.records():
-                entry = Entry(key, meta)
-                placement.mark_cold(entry, meta.checksum)
-                index.add(entry)
+        self._loader = Loader(
+            state, self._need_room, threads=load_threads, bytes_in_flight=load_bytes, room_wait_s=ROOM_WAIT_S
+        )
+        self._demoter = Demoter(state)
+        self._computing = Computing(state)
+        self.prefetcher = Prefetcher(state, self._loader)
+        self.reader = Reader(state, self._loader, self._computing)
+        self.writer = Writer(state, self._computing, self._wakeup.notify, QUARANTINE_S)
+        self.hints = Hints(state, self.prefetcher)
+        self.uses = Uses(state)
         self._caretaker = Thread(target=self._take_care, name="tierkv-caretaker", daemon=True)
         self._caretaker.start()
 
@@ -82,15 +108,15 @@ class Engine:
         return self._state.placement
 
     def tenant(self, name: str) -> Tenant:
-        """Return the tenant called `name`, deriving its key on first sight."""
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            key = tenant_key(self._secret, name)
-            tenant = self._tenants[name] = Tenant(name, key, blake2b(b"id", digest_size=8, key=key).digest())
-        return tenant
+        """Return the tenant called `name`, deriving its key on first sight. Raises `LimitExceeded` for one too many."""
+        with self._state.lock:
+            return self._state.tenants.named(name)
 
     def register(self, spec: KVSpec) -> NamespaceInfo:
-        """Make a namespace known. Raises `SpecMismatch` when its blocks can never fit a tier."""
+        """Make a namespace known.
+
+        Raises `SpecMismatch` when its blocks can never fit a tier, and `LimitExceeded` for one namespace too many.
+        """
         layouts = tuple(spec.layout(group) for group in range(len(spec.groups)))
         info = NamespaceInfo(spec.namespace, spec.fingerprint, spec, layouts)
         largest = max(layout.nbytes for layout in layouts)
@@ -101,7 +127,12 @@ class Engine:
                     remedy="use fewer tokens per block or a larger tier",
                 )
         with self._state.lock:
-            return self._state.namespaces.setdefault(info.name, info)
+            known = self._state.namespaces
+            if info.name not in known and len(known) >= self._most.namespaces:
+                raise LimitExceeded(
+                    f"{self._most.namespaces} namespaces are registered already", remedy="raise limits.namespaces"
+                )
+            return known.setdefault(info.name, info)
 
     def namespace(self, name: str) -> NamespaceInfo:
         """Return a registered namespace or raise `NotFound`."""
@@ -113,38 +144,49 @@ class Engine:
             return list(self._state.namespaces.values())
 
     def release(self, tenant: Tenant, lease_id: str, corrupt: Sequence[tuple[int, int]] = ()) -> None:
-        """End a read lease, verifying again the blocks (index, group) its holder found corrupt. Raises `LeaseLost`."""
+        """End a read or compute lease; blocks (index, group) its holder found corrupt are verified again.
+
+        Raises `LeaseLost`.
+        """
         with self._state.lock:
             lease = self._state.leases.find(lease_id, tenant.id)
             if isinstance(lease, WriteRecord):
                 raise InvalidRequest("this lease is for writing", remedy="abort it instead")
+            if isinstance(lease, ComputeRecord):
+                return self._computing.end(lease, "ended")
             self._state.leases.remove(lease)
-            suspects = [e for e in lease.entries if (e.meta.depth, e.meta.group) in set(corrupt)]
+            suspects = [e for e in lease.entries if (e.meta.depth, e.meta.group) in set(corrupt)] if corrupt else []
         try:
             for entry in suspects:
                 self._reverify(entry)
         finally:
             with self._state.lock:
-                self._unpin(lease)
+                self._end(lease, quarantine=False)
 
     def renew(self, tenant: Tenant, lease_id: str, ttl_s: float) -> None:
-        """Move a lease's deadline. Raises `LeaseLost`."""
+        """Move a lease's deadline; for a compute lease also what it may take until each further progress.
+
+        Raises `LeaseLost`.
+        """
         with self._state.lock:
-            self._state.leases.renew(self._state.leases.find(lease_id, tenant.id), time.monotonic() + ttl_s)
+            lease = self._state.leases.find(lease_id, tenant.id)
+            self._state.leases.renew(lease, time.monotonic() + ttl_s)
+            if isinstance(lease, ComputeRecord):
+                lease.ttl_s = ttl_s
             self._wakeup.notify()
 
     def delete(self, tenant: Tenant, namespace: str, chain_hash: bytes) -> int:
         """Unpublish one block in all groups and tiers; return how many were there. Blocks on the cold tier."""
         with self._state.lock:
             groups = range(len(self._state.namespace(namespace).layouts))
-            found = [self._state.index.get(tenant.block_key(chain_hash, group)) for group in groups]
-        return self._remove([entry for entry in found if entry is not None], "deleted")
+            keys = [tenant.block_key(chain_hash, group) for group in groups]
+        return self._remove(keys, "deleted")
 
     def clear(self, tenant: Tenant, namespace: str) -> int:
         """Unpublish a tenant's blocks of a namespace; return how many. Blocks on the cold tier."""
         with self._state.lock:
             fingerprint = self._state.namespace(namespace).fingerprint
-            found = [e for e in self._state.index if e.meta.namespace == fingerprint and e.meta.tenant == tenant.id]
+            found = [e.key for e in self._state.index if e.meta.namespace == fingerprint and e.meta.tenant == tenant.id]
         return self._remove(found, "cleared")
 
     def flush(self) -> None:
@@ -161,10 +203,13 @@ class Engine:
                 "uptime_s": time.time() - self._started,
                 "published_blocks": len(state.index),
                 "namespaces": len(state.namespaces),
+                "sessions": len(state.sessions),
                 "leases": state.leases.counts(),
+                "loads": self._loader.to_dict(),
                 "quarantined_slots": len(state.quarantine),
                 "dirty_bytes": {m.tier.name: m.dirty_bytes for m in self.placement.memory},
                 "counters": state.counters.to_dict(),
+                "tenants": state.tenants.to_dict(self._used_by_tenant()),
             }
         report["tiers"] = {tier.name: tier.describe() for tier in self._tiers()}
         return report
@@ -195,14 +240,29 @@ class Engine:
         level = self.placement.cold_level
         with self._state.lock:
             for key in keys:
-                entry = self._state.index.get(key)
+                self._state.index.condemned.discard(key)
+                entry = self._state.index.awake(key)
                 if entry is not None and entry.levels >> level & 1:
-                    self._state.counters.evicted_blocks["cold"] += 1
                     self.placement.lost_level(entry, level, "evicted")
+                elif entry is None and key not in self._state.index.purging:
+                    self._state.counters.lost_blocks["evicted"] += 1
+                else:
+                    continue
+                self._state.counters.evicted_blocks["cold"] += 1
 
     def _tiers(self) -> list[Tier]:
         cold = self.placement.cold
         return [*(memory.tier for memory in self.placement.memory), *([cold] if cold is not None else [])]
+
+    def _used_by_tenant(self) -> dict[bytes, dict[str, int]]:
+        """Bytes by tenant id and tier: slots in memory, payload in the cold tier."""
+        used = self.placement.used_by_tenant()
+        cold = self.placement.cold
+        if cold is None or not isinstance(cold, SupportsQuotas):
+            return used
+        for tenant, nbytes in cold.payload_by_tenant().items():
+            used.setdefault(tenant, {})[self.placement.names[-1]] = nbytes
+        return used
 
     def _need_room(self) -> Future[None]:
         self._wakeup.notify()
@@ -216,12 +276,16 @@ class Engine:
                 if self._closing:
                     return
                 self._expire(time.monotonic())
+                back = self.hints.returning(time.monotonic())
                 due = self._demoter.waiting()
-                if not due:
-                    deadline = state.leases.next_deadline()
-                    idle = IDLE_WAKE_S if deadline is None else min(IDLE_WAKE_S, max(0.0, deadline - time.monotonic()))
-                    self._wakeup.wait(idle)
+                if not due and not back:
+                    times = (state.leases.next_deadline(), self.hints.next_return(), time.monotonic() + IDLE_WAKE_S)
+                    self._wakeup.wait(max(0.0, min(t for t in times if t is not None) - time.monotonic()))
                     continue
+            for session in back:
+                self._bring_back(session)
+            if not due:
+                continue
             try:
                 moved = self._demoter.run()
             except Unavailable:
@@ -237,8 +301,9 @@ class Engine:
     def _expire(self, now: float) -> None:
         state = self._state
         for lease in state.leases.expired(now):
-            state.counters.expired_leases["read" if isinstance(lease, ReadRecord) else "write"] += 1
+            state.counters.expired_leases[lease.kind] += 1
             self._end(lease, quarantine=True)
+        self.prefetcher.expire(now)
         free = [item for item in state.quarantine if item[0] <= now]
         if free:
             state.quarantine = [item for item in state.quarantine if item[0] > now]
@@ -246,16 +311,23 @@ class Engine:
                 tier.discard(slot)
             state.room.signal()
 
-    def _end(self, lease: ReadRecord | WriteRecord, *, quarantine: bool) -> None:
-        if isinstance(lease, ReadRecord):
-            self._unpin(lease)
-        else:
-            self.writer.end(lease, quarantine=quarantine)
+    def _bring_back(self, session: Session) -> None:
+        try:
+            self.hints.prefetch(session)
+        except TierKVError as error:  # a hint that came to nothing
+            log.info("a paused session is not prefetched: %s", error)
 
-    def _unpin(self, lease: ReadRecord) -> None:
-        for entry in lease.entries:
-            self.placement.unpin(entry)
-        self._state.room.signal()
+    def _end(self, lease: Lease, *, quarantine: bool) -> None:
+        if isinstance(lease, WriteRecord):
+            self.writer.end(lease, quarantine=quarantine)
+        elif isinstance(lease, ComputeRecord):
+            self._computing.end(lease, "expired")
+        elif isinstance(lease, PinRecord):
+            self.hints.ended(lease)
+        else:
+            for entry in lease.entries:
+                self.placement.unpin(entry)
+            self._state.room.signal()
 
     def _reverify(self, entry: Entry) -> None:
         """Check a pinned block in every memory tier a reader can see and remove the copies that are damaged."""
@@ -269,16 +341,11 @@ class Engine:
                 if memory.tier.slot(entry.key) == slot:  # else another reader had it removed, and it was loaded anew
                     self.placement.damaged(entry, level, "checksum")
 
-    def _remove(self, entries: Sequence[Entry], reason: str) -> int:
+    def _remove(self, keys: Sequence[bytes], reason: str) -> int:
+        index = self._state.index
         with self._state.lock:
-            live = [entry for entry in entries if entry.levels]
+            live = [entry for entry in map(index.wake, keys) if entry is not None]
             in_cold = [entry.key for entry in live if self.placement.let_go(entry, reason)]
-        cold = self.placement.cold
-        if cold is not None and in_cold:
-            try:
-                for key in in_cold:
-                    cold.delete(key)
-            finally:
-                with self._state.lock:
-                    self.placement.purging.difference_update(in_cold)
+        if self.placement.cold is not None:
+            purge(self.placement.cold, in_cold, self._state)
         return len(live)

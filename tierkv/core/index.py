@@ -1,15 +1,16 @@
 """The index: every published block, and the tiers it is in.
 
-A block is published exactly while it has an `Entry` here. Entries are created by commits and by the reload of the cold
-tier; they end when the last tier lets the block go. All access happens under the engine's lock.
+A block is published while a tier holds it. Blocks in memory, and blocks somebody uses, are *awake*: an `Entry` says
+where they are and who holds them. All others lie in the cold tier alone and are *asleep*: the cold tier's own table is
+all that is known of them, so that ten million of them cost nothing here. All access happens under the engine's lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from tierkv.storage.tier import BlockMeta, Slot, SlotTier
+from tierkv.storage.tier import BlockMeta, Slot, SlotTier, Tier
 
 __all__ = ["Arrival", "Entry", "Index"]
 
@@ -26,7 +27,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One published block.
+    """One published block that is awake.
 
     Attributes
     ----------
@@ -35,11 +36,13 @@ class Entry:
     levels
         Bit n is set while the tier of level n (0 is the fastest) holds the block.
     pins
-        Read leases and running copies on the block; it stays where it is while there are any.
+        Leases and running copies on the block; it stays where it is, and awake, while there are any.
     cold_checksum
         Of the bytes the cold tier gives back; another one than memory's after a lossy codec.
     arrival
         Set by a promotion, cleared by the first request that uses the block: attributes the hit to where it came from.
+    owner
+        The session that alone has used the block, `tierkv.core.sessions.SHARED`, or None when nobody said.
     withdrawn
         Slots of a block that was deleted under a lease; given back when the last pin goes.
     """
@@ -50,7 +53,8 @@ class Entry:
     pins: int = 0
     cold_checksum: int = 0
     arrival: Arrival | None = None
-    withdrawn: list[tuple[SlotTier, Slot]] = field(default_factory=list)
+    owner: object = None
+    withdrawn: list[tuple[SlotTier, Slot]] | None = None
 
     def fastest(self) -> int:
         """Return the lowest level that holds the block."""
@@ -62,27 +66,95 @@ class Entry:
 
 
 class Index:
-    """Published blocks by storage key."""
+    """Published blocks by storage key.
 
-    def __init__(self) -> None:
-        self._entries: dict[bytes, Entry] = {}
+    Parameters
+    ----------
+    cold, cold_level
+        The tier that blocks asleep lie in, and its level; None if there is none.
 
-    def get(self, key: bytes) -> Entry | None:
-        return self._entries.get(key)
+    Attributes
+    ----------
+    arriving, purging, condemned
+        Keys the cold tier may have bytes of that do not count as published: those being put there by a demotion; those
+        being deleted from it; those whose deletion failed. A block stored anew under a key that is being deleted is
+        not demoted before that is over: the deletion would take it along.
+    """
+
+    def __init__(self, cold: Tier | None, cold_level: int) -> None:
+        self._awake: dict[bytes, Entry] = {}
+        self._cold = cold
+        self._cold_bit = 1 << cold_level if cold is not None else 0
+        self.arriving: set[bytes] = set()
+        self.purging: set[bytes] = set()
+        self.condemned: set[bytes] = set()
+
+    def awake(self, key: bytes) -> Entry | None:
+        """Return the entry of a block that is awake."""
+        return self._awake.get(key)
+
+    def wake(self, key: bytes) -> Entry | None:
+        """Return the entry of a published block, waking it if need be: the caller pins it, or calls `rest`."""
+        entry = self._awake.get(key)
+        if entry is None and self._asleep(key):
+            assert self._cold is not None
+            meta = self._cold.meta(key)
+            if meta is not None:
+                entry = self._awake[key] = Entry(key, meta, self._cold_bit, cold_checksum=meta.checksum)
+        return entry
+
+    def rest(self, entry: Entry) -> None:
+        """Let a block that only the cold tier holds go to sleep, unless somebody uses it."""
+        if entry.levels == self._cold_bit and not entry.pins and self._awake.get(entry.key) is entry:
+            del self._awake[entry.key]
+
+    def levels(self, key: bytes) -> int:
+        """Return in which levels a block lies, as bits; 0 for one that is not published."""
+        entry = self._awake.get(key)
+        if entry is not None:
+            return entry.levels
+        return self._cold_bit if self._asleep(key) else 0
+
+    def run(self, keys: Sequence[bytes], start: int, stop: int, mask: int = -1) -> int:
+        """Return where the run of published blocks from `start` ends, at most `stop`; only levels of `mask` count."""
+        awake = self._awake
+        cold = self._cold_bit & mask
+        for at in range(start, stop):
+            entry = awake.get(keys[at])
+            if entry is None:
+                if not cold or not self._asleep(keys[at]):
+                    return at
+            elif not entry.levels & mask:
+                return at
+        return stop
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._entries
+        return key in self._awake or self._asleep(key)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        asleep = self._cold.usage().blocks if self._cold is not None else 0
+        # Blocks being deleted from the cold tier are few, and counted until they are gone.
+        return asleep + sum(not entry.levels & self._cold_bit for entry in self._awake.values())
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+        """Yield every block; those asleep as entries that nobody else knows."""
+        yield from list(self._awake.values())
+        if self._cold is not None:
+            for key, meta in self._cold.records():
+                if key not in self._awake and not self._hidden(key):
+                    yield Entry(key, meta, self._cold_bit, cold_checksum=meta.checksum)
 
     def add(self, entry: Entry) -> None:
-        self._entries[entry.key] = entry
+        """Publish a block."""
+        self._awake[entry.key] = entry
 
     def drop(self, entry: Entry) -> None:
         """Unpublish. An entry that is not (or no longer) the key's own is ignored."""
-        if self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
+        if self._awake.get(entry.key) is entry:
+            del self._awake[entry.key]
+
+    def _asleep(self, key: bytes) -> bool:
+        return self._cold is not None and self._cold.has(key) and not self._hidden(key)
+
+    def _hidden(self, key: bytes) -> bool:
+        return key in self.arriving or key in self.purging or key in self.condemned

@@ -4,25 +4,87 @@ from __future__ import annotations
 
 import heapq
 import secrets
+from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import ClassVar, Literal, get_args
 
 from tierkv.cache import BlockRef
 from tierkv.core.index import Entry
+from tierkv.core.sessions import Session
 from tierkv.errors import LeaseLost
 from tierkv.storage.tier import BlockMeta, Slot
 
-__all__ = ["Draft", "LeaseTable", "ReadRecord", "WriteRecord"]
+__all__ = ["ComputeRecord", "Draft", "Lease", "LeaseKind", "LeaseTable", "PinRecord", "ReadRecord", "WriteRecord"]
+
+LeaseKind = Literal["read", "write", "compute", "pin"]
 
 
 @dataclass(slots=True, eq=False)
 class ReadRecord:
     """Blocks pinned for one reader. `deadline` is on the monotonic clock (seconds)."""
 
+    kind: ClassVar[LeaseKind] = "read"
     id: str
     tenant: bytes
     deadline: float
     entries: list[Entry]
     refs: tuple[BlockRef, ...]
+
+
+@dataclass(slots=True, eq=False)
+class PinRecord:
+    """Blocks kept in memory for a while, for nobody in particular.
+
+    Attributes
+    ----------
+    nbytes
+        Size of the blocks in all.
+    name
+        What it is found again by.
+    """
+
+    kind: ClassVar[LeaseKind] = "pin"
+    id: str
+    tenant: bytes
+    deadline: float
+    entries: list[Entry]
+    nbytes: int
+    name: object
+
+
+@dataclass(slots=True, eq=False)
+class ComputeRecord:
+    """Somebody prefills blocks ``[start, stop)`` of a chain, so that others need not.
+
+    Attributes
+    ----------
+    deadline
+        Of the next progress, `ttl_s` seconds after the last (monotonic seconds).
+    namespace
+        Name of the namespace.
+    keys
+        Storage key -> index of every block it stands for.
+    left
+        Index -> how many of its blocks (one per KV group) are not published yet; indices that are done are gone.
+    progressed
+        When it was granted, or last published something.
+    waiting
+        Those who wait for a block: its index, and what to complete.
+    """
+
+    kind: ClassVar[LeaseKind] = "compute"
+    id: str
+    tenant: bytes
+    deadline: float
+    ttl_s: float
+    namespace: str
+    start: int
+    stop: int
+    keys: dict[bytes, int]
+    left: dict[int, int]
+    progressed: float
+    waiting: list[tuple[int, Future[None]]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,24 +112,31 @@ class WriteRecord:
         Published blocks the written ones follow.
     published
         Blocks of this lease that are published.
+    session
+        The session it writes for.
     closed
         The writer is done; only written blocks that wait for a predecessor keep the lease alive.
     """
 
+    kind: ClassVar[LeaseKind] = "write"
     id: str
     tenant: bytes
     deadline: float
     drafts: dict[tuple[int, int], Draft]
     chain: list[Entry] = field(default_factory=list)
     published: list[Entry] = field(default_factory=list)
+    session: Session | None = None
     closed: bool = False
+
+
+Lease = ReadRecord | WriteRecord | ComputeRecord | PinRecord
 
 
 class LeaseTable:
     """Live leases by id, with their deadlines."""
 
     def __init__(self) -> None:
-        self._live: dict[str, ReadRecord | WriteRecord] = {}
+        self._live: dict[str, Lease] = {}
         self._deadlines: list[tuple[float, str]] = []
 
     @staticmethod
@@ -75,27 +144,27 @@ class LeaseTable:
         """Return an id that nobody can guess."""
         return secrets.token_urlsafe(12)
 
-    def add(self, lease: ReadRecord | WriteRecord) -> None:
+    def add(self, lease: Lease) -> None:
         self._live[lease.id] = lease
         heapq.heappush(self._deadlines, (lease.deadline, lease.id))
 
-    def find(self, lease_id: str, tenant: bytes) -> ReadRecord | WriteRecord:
+    def find(self, lease_id: str, tenant: bytes) -> Lease:
         """Return a live lease of this tenant or raise `LeaseLost`."""
         lease = self._live.get(lease_id)
         if lease is None or lease.tenant != tenant:
             raise LeaseLost("the lease has expired, was released, or never existed", remedy="acquire or reserve again")
         return lease
 
-    def renew(self, lease: ReadRecord | WriteRecord, deadline: float) -> None:
+    def renew(self, lease: Lease, deadline: float) -> None:
         lease.deadline = deadline
         heapq.heappush(self._deadlines, (deadline, lease.id))
 
-    def remove(self, lease: ReadRecord | WriteRecord) -> None:
+    def remove(self, lease: Lease) -> None:
         self._live.pop(lease.id, None)
 
-    def expired(self, now: float) -> list[ReadRecord | WriteRecord]:
+    def expired(self, now: float) -> list[Lease]:
         """Remove and return every lease whose deadline has passed."""
-        gone: list[ReadRecord | WriteRecord] = []
+        gone: list[Lease] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, lease_id = heapq.heappop(self._deadlines)
             lease = self._live.get(lease_id)
@@ -109,10 +178,10 @@ class LeaseTable:
 
     def counts(self) -> dict[str, int]:
         """Live leases by kind."""
-        reads = sum(isinstance(lease, ReadRecord) for lease in self._live.values())
-        return {"read": reads, "write": len(self._live) - reads}
+        found = Counter(lease.kind for lease in self._live.values())
+        return {kind: found[kind] for kind in get_args(LeaseKind)}
 
-    def drain(self) -> list[ReadRecord | WriteRecord]:
+    def drain(self) -> list[Lease]:
         """Remove and return every lease."""
         gone = list(self._live.values())
         self._live.clear()

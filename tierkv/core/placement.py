@@ -8,34 +8,53 @@ happens under the engine's lock; nothing here copies, hashes or writes bytes.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tierkv.core.counters import Counters
+from tierkv.core.fairness import FairOrder
 from tierkv.core.index import Entry, Index
+from tierkv.core.tenants import Tenants
 from tierkv.errors import TierFull
 from tierkv.policy import EvictionPolicy
 from tierkv.storage.tier import Slot, SlotTier, SupportsRecency, Tier
 
-__all__ = ["MemoryLevel", "Placement"]
+__all__ = ["MemoryLevel", "MemoryTier", "Placement"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTier:
+    """A memory tier with what the configuration says about it.
+
+    Attributes
+    ----------
+    make_policy
+        Makes an eviction policy for a part of the tier of so many bytes.
+    demote_ahead
+        Share of the tier that is kept free or clean by demoting its oldest dirty blocks before room is needed.
+    """
+
+    tier: SlotTier
+    make_policy: Callable[[int], EvictionPolicy[bytes]]
+    demote_ahead: float
 
 
 @dataclass(slots=True)
 class MemoryLevel:
-    """A memory tier with what decides about it.
+    """A memory tier at work.
 
     Attributes
     ----------
-    demote_ahead
-        Share of the tier that is kept free or clean by demoting its oldest dirty blocks before room is needed.
-    pressed
-        Somebody found no room: demote whatever the allowance says.
+    order
+        Whose block leaves next.
     dirty, dirty_bytes
         Blocks no slower tier holds, oldest first.
+    pressed
+        Somebody found no room: demote whatever the allowance says.
     """
 
     tier: SlotTier
-    policy: EvictionPolicy
+    order: FairOrder
     demote_ahead: float
     dirty: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     pressed: bool = False
@@ -43,7 +62,7 @@ class MemoryLevel:
 
 
 class Placement:
-    """Tiers, policies and residency.
+    """Tiers, their eviction orders, and who lies where.
 
     Parameters
     ----------
@@ -51,37 +70,57 @@ class Placement:
         Memory tiers, fastest first; at least one.
     cold
         The byte tier below them, or None.
-
-    Attributes
-    ----------
-    purging
-        Keys of blocks that were let go and whose bytes are being deleted from the cold tier. A block stored anew under
-        such a key is not demoted before that is over: the deletion would take it along.
     """
 
-    def __init__(self, memory: Sequence[MemoryLevel], cold: Tier | None, index: Index, counters: Counters) -> None:
-        self.memory = list(memory)
+    def __init__(
+        self, memory: Sequence[MemoryTier], cold: Tier | None, index: Index, counters: Counters, tenants: Tenants
+    ) -> None:
+        self.memory = [
+            MemoryLevel(
+                m.tier,
+                FairOrder(m.tier.name, m.tier.usage().capacity_bytes, m.make_policy, tenants.rules_of),
+                m.demote_ahead,
+            )
+            for m in memory
+        ]
         self.cold = cold
         self.cold_level = len(self.memory) if cold is not None else -1
         self.names = [m.tier.name for m in self.memory] + ([cold.name] if cold is not None else [])
         self._last = len(self.names) - 1
         self._index = index
         self._counters = counters
-        self.purging: set[bytes] = set()
+        self._tenants = tenants
 
-    def allocate(self, level: int, length: int, *, lossy: bool = False) -> Slot | None:
-        """Take a slot, evicting others by policy; None when all that could leave is pinned or dirty.
+    def allocate(self, level: int, length: int, tenant: bytes, *, lossy: bool = False) -> Slot | None:
+        """Take a slot for a tenant, evicting others by policy; None when all that could leave is pinned or dirty.
 
-        `lossy` allows the eviction of dirty blocks, counted as lost.
+        `lossy` allows the eviction of dirty blocks, counted as lost. The slot counts as the tenant's until `discard`,
+        or until the block that `settle` publishes in it leaves.
         """
-        tier = self.memory[level].tier
+        memory = self.memory[level]
+        while not memory.order.within_quota(tenant, length):
+            if not self._evict_for(level, length, [tenant], lossy):
+                memory.pressed = True
+                return None
         while True:
             try:
-                return tier.allocate(length)
+                slot = memory.tier.allocate(length)
             except TierFull:
-                if not self._evict_for(level, length, lossy):
-                    self.memory[level].pressed = True
+                if not self._evict_for(level, length, memory.order.losers(tenant), lossy):
+                    memory.pressed = True
                     return None
+            else:
+                memory.order.take(tenant, slot.size)
+                return slot
+
+    def discard(self, level: int, slot: Slot, tenant: bytes) -> None:
+        """Give back a slot that was allocated and never settled."""
+        self.disown(level, slot, tenant)
+        self.memory[level].tier.discard(slot)
+
+    def disown(self, level: int, slot: Slot, tenant: bytes) -> None:
+        """Count a slot out of a tenant's; it is given back to its tier later."""
+        self.memory[level].order.give(tenant, slot.size)
 
     def settle(self, entry: Entry, level: int, slot: Slot) -> None:
         """Publish a written slot as `entry`'s copy in a memory tier. Its place in the eviction order comes later."""
@@ -92,7 +131,7 @@ class Placement:
     def enlist(self, entry: Entry, level: int) -> None:
         """Give a settled block its place in the eviction order: from now on it may be evicted."""
         if entry.levels >> level & 1:
-            self.memory[level].policy.insert(entry.key, entry.meta.length)
+            self.memory[level].order.insert(entry)
 
     def mark_cold(self, entry: Entry, checksum: int) -> None:
         """Note that the cold tier holds the block, and gives back bytes of this checksum."""
@@ -110,21 +149,23 @@ class Placement:
         if not entry.levels:
             self._index.drop(entry)
             self._counters.lost_blocks[reason] += 1
-        elif entry.fastest() == self.cold_level and entry.cold_checksum != entry.meta.checksum:
-            entry.meta = replace(entry.meta, checksum=entry.cold_checksum)
+        elif entry.fastest() == self.cold_level:
+            if entry.cold_checksum != entry.meta.checksum:
+                entry.meta = replace(entry.meta, checksum=entry.cold_checksum)
+            self._index.rest(entry)
 
     def let_go(self, entry: Entry, reason: str) -> bool:
         """Unpublish a block in every tier, now.
 
         Returns whether the cold tier still holds its bytes: the caller deletes them without the lock, then takes the
-        key out of `purging`.
+        key out of the index's `purging`.
         """
         self._index.drop(entry)
         for level in range(len(self.memory)):
             self._take_out(entry, level)
         in_cold = bool(entry.levels)
         if in_cold:
-            self.purging.add(entry.key)
+            self._index.purging.add(entry.key)
         entry.levels = 0
         self.update_dirty(entry)
         self._counters.lost_blocks[reason] += 1
@@ -138,32 +179,28 @@ class Placement:
         self._take_out(entry, level)
         self.lost_level(entry, level, "corrupt")
 
-    def _take_out(self, entry: Entry, level: int) -> None:
-        """Remove a memory copy from its tier; a slot that is pinned is given back with the last pin."""
-        if level >= len(self.memory) or not entry.levels >> level & 1:
-            return
-        memory = self.memory[level]
-        memory.policy.remove(entry.key)
-        slot = memory.tier.withdraw(entry.key)
-        entry.levels &= ~(1 << level)
-        if slot is not None and entry.pins:
-            entry.withdrawn.append((memory.tier, slot))
-        elif slot is not None:
-            memory.tier.discard(slot)
-
     def unpin(self, entry: Entry) -> None:
         """Drop one pin."""
         entry.pins -= 1
-        if not entry.pins and entry.withdrawn:
+        if entry.pins:
+            return
+        if entry.withdrawn:
             for tier, slot in entry.withdrawn:
                 tier.discard(slot)
-            entry.withdrawn.clear()
+            entry.withdrawn = None
+        self._index.rest(entry)
 
     def touch(self, entry: Entry, *, again: bool) -> None:
-        """Tell the policies of the tiers holding the block that a request used it (`again`), or renew its recency."""
+        """Tell the orders of the tiers holding the block that a request used it (`again`), or renew its recency."""
         for level, memory in enumerate(self.memory):
             if entry.levels >> level & 1:
-                (memory.policy.touch if again else memory.policy.refresh)(entry.key)
+                (memory.order.touch if again else memory.order.refresh)(entry)
+
+    def retire(self, entry: Entry) -> None:
+        """Make a block the next to leave memory: nobody will ask for it again."""
+        for level, memory in enumerate(self.memory):
+            if entry.levels >> level & 1:
+                memory.order.retire(entry)
 
     def touch_cold(self, keys: Sequence[bytes]) -> None:
         """Tell the cold tier that a request used these blocks, oldest use first."""
@@ -189,31 +226,81 @@ class Placement:
             return True
         return memory.dirty_bytes > (1.0 - memory.demote_ahead) * memory.tier.usage().capacity_bytes
 
-    def _evict_for(self, level: int, length: int, lossy: bool) -> bool:
-        """Evict the first block in eviction order whose leaving helps `length` bytes; say whether there was one."""
+    def used_by_tenant(self) -> dict[bytes, dict[str, int]]:
+        """Return the bytes each tenant has in each memory tier."""
+        used: dict[bytes, dict[str, int]] = {}
+        for memory in self.memory:
+            for tenant, nbytes in memory.order.used().items():
+                used.setdefault(tenant, {})[memory.tier.name] = nbytes
+        return used
+
+    def _take_out(self, entry: Entry, level: int) -> None:
+        """Remove a memory copy from its tier; a slot that is pinned is given back with the last pin."""
+        if level >= len(self.memory) or not entry.levels >> level & 1:
+            return
         memory = self.memory[level]
-        for key in memory.policy.victims():
-            slot = memory.tier.slot(key)
-            if slot is None:
-                continue
-            leaving: list[Entry] = []
-            for neighbour in memory.tier.neighbours(slot, length):
-                entry = self._index.get(memory.tier.key_at(neighbour) or b"")
-                if entry is None or not self._may_leave(entry, level, lossy):
-                    break
-                leaving.append(entry)
-            else:
-                for entry in leaving:
-                    self._evict(entry, level)
-                return True
+        memory.order.remove(entry)
+        slot = memory.tier.withdraw(entry.key)
+        entry.levels &= ~(1 << level)
+        if slot is None:
+            return
+        memory.order.give(entry.meta.tenant, slot.size)
+        if entry.pins:
+            entry.withdrawn = [*(entry.withdrawn or ()), (memory.tier, slot)]
+        else:
+            memory.tier.discard(slot)
+
+    def _evict_for(self, level: int, length: int, losers: Sequence[bytes], lossy: bool) -> bool:
+        """Evict the first block in eviction order whose leaving helps `length` bytes; say whether there was one.
+
+        Blocks of the tenants `losers` leave, the first tenant's first. Room for another slot size may need a whole
+        superblock: one that only losers have blocks in if there is one, else any that one of them has.
+        """
+        memory = self.memory[level]
+        for mixed in (False, True):
+            narrowed = False
+            for key in self._in_order(memory, losers):
+                slot = memory.tier.slot(key)
+                if slot is None:
+                    continue
+                leaving: list[Entry] = []
+                for neighbour in memory.tier.neighbours(slot, length):
+                    entry = self._index.awake(memory.tier.key_at(neighbour) or b"")
+                    if entry is None or not self._may_leave(entry, level, lossy):
+                        break
+                    if not mixed and entry.meta.tenant not in losers:
+                        narrowed = True
+                        break
+                    leaving.append(entry)
+                else:
+                    for entry in leaving:
+                        self._evict(entry, level)
+                    return True
+            if not narrowed:
+                return False
         return False
+
+    @staticmethod
+    def _in_order(memory: MemoryLevel, losers: Sequence[bytes]) -> Iterator[bytes]:
+        for tenant in losers:
+            yield from memory.order.victims(tenant)
 
     def _may_leave(self, entry: Entry, level: int, lossy: bool) -> bool:
         return not entry.pins and (lossy or level == self._last or entry.below(level))
 
     def _evict(self, entry: Entry, level: int) -> None:
         memory = self.memory[level]
-        memory.tier.delete(entry.key)
-        memory.policy.evict(entry.key)
+        slot = memory.tier.withdraw(entry.key)
+        assert slot is not None
+        memory.tier.discard(slot)
+        memory.order.evict(entry)
+        memory.order.give(entry.meta.tenant, slot.size)
         self._counters.evicted_blocks[memory.tier.name] += 1
+        owner = self._tenants.of(entry.meta.tenant)
+        if owner is not None:
+            owner.counters.evicted_blocks[memory.tier.name] += 1
+        elsewhere = entry.levels & ~(1 << level) & ((1 << len(self.memory)) - 1)
+        if entry.arrival is not None and not elsewhere:
+            self._counters.wasted_bytes += entry.meta.length
+            entry.arrival = None
         self.lost_level(entry, level, "evicted" if level == self._last else "not_demoted_in_time")

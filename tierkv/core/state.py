@@ -8,26 +8,17 @@ from threading import Lock
 
 from tierkv.core.counters import Counters
 from tierkv.core.index import Index
+from tierkv.core.keying import KeyMemo
 from tierkv.core.leases import Draft, LeaseTable, WriteRecord
 from tierkv.core.placement import Placement
+from tierkv.core.rates import DeliveryRates, PrefillRates
+from tierkv.core.sessions import SessionTable
+from tierkv.core.tenants import Tenants
 from tierkv.errors import NotFound
-from tierkv.keys import block_key
 from tierkv.spec import BlockLayout, KVSpec
 from tierkv.storage.tier import Slot, SlotTier
 
-__all__ = ["NamespaceInfo", "Room", "State", "Tenant"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """One tenant: its display name, its secret key, and the 8-byte id that blocks are counted under."""
-
-    name: str
-    key: bytes
-    id: bytes
-
-    def block_key(self, chain_hash: bytes, group: int) -> bytes:
-        return block_key(self.key, chain_hash, group)
+__all__ = ["NamespaceInfo", "Room", "State"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +64,11 @@ class State:
     index: Index
     counters: Counters
     lock: Lock
+    tenants: Tenants
+    sessions: SessionTable
+    keys: KeyMemo = field(default_factory=KeyMemo)
+    delivery_rates: DeliveryRates = field(default_factory=DeliveryRates)
+    prefill_rates: PrefillRates = field(default_factory=PrefillRates)
     leases: LeaseTable = field(default_factory=LeaseTable)
     namespaces: dict[str, NamespaceInfo] = field(default_factory=dict)
     writing: dict[bytes, Draft] = field(default_factory=dict)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierkv.core.state import State, Tenant
+from tierkv.core.state import State
+from tierkv.core.tenants import Tenant
 
 __all__ = ["Uses"]
 
@@ -25,11 +26,13 @@ class Uses:
             spec = state.namespace(namespace).spec
             keys = [tenant.block_key(chain_hash, group) for chain_hash in hashes]
             for key in reversed(keys):  # a chain is read head first, and its tail should go first
-                entry = state.index.get(key)
+                entry = state.index.awake(key)
                 if entry is not None:
                     state.placement.touch(entry, again=True)
             state.placement.touch_cold(keys[::-1])
             if group == 0:
                 tokens = len(hashes) * spec.block_tokens
-                state.counters.requested_tokens += tokens
-                state.counters.hit_tokens[state.placement.memory[-1].tier.name] += tokens
+                tier = state.placement.memory[-1].tier.name
+                for counters in (state.counters, tenant.counters):
+                    counters.requested_tokens += tokens
+                    counters.hit_tokens[tier] += tokens

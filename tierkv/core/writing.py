@@ -6,13 +6,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from tierkv.cache import Grant, Written
+from tierkv.core.computing import Computing
 from tierkv.core.index import Entry
+from tierkv.core.keying import ChainKeys
 from tierkv.core.leases import Draft, LeaseTable, WriteRecord
-from tierkv.core.state import NamespaceInfo, State, Tenant
+from tierkv.core.state import NamespaceInfo, State
 from tierkv.core.steps import Pause, Step
+from tierkv.core.tenants import Tenant
 from tierkv.errors import ChecksumMismatch, InvalidRequest
 from tierkv.storage.tier import NO_PARENT, BlockMeta, Slot, checksum
 
@@ -43,8 +45,9 @@ class Writer:
         Seconds for which the slot of a writer that lost its lease is kept from reuse: such a writer may not know yet.
     """
 
-    def __init__(self, state: State, wake: Callable[[], None], quarantine_s: float) -> None:
+    def __init__(self, state: State, computing: Computing, wake: Callable[[], None], quarantine_s: float) -> None:
         self._state = state
+        self._computing = computing
         self._wake = wake
         self._quarantine_s = quarantine_s
         # Without a cold tier eviction from memory unpublishes: a chain must not lose its head while it is written.
@@ -61,6 +64,7 @@ class Writer:
         wait_s: float,
         ttl_s: float,
         tiers: frozenset[str],
+        session: str = "",
     ) -> Step[Reserved]:
         """See `tierkv.cache.Cache.reserve`. `tiers`: the memory tiers the caller can write in place."""
         state = self._state
@@ -72,14 +76,12 @@ class Writer:
         with state.lock:
             info = state.namespace(namespace)
             lease = WriteRecord(LeaseTable.new_id(), tenant.id, time.monotonic() + ttl_s, {})
-            lease.chain = self._hold_prefix(tenant, info, hashes[:stop])
+            keys = state.keys.of(tenant, hashes)
+            lease.chain = self._hold_prefix(keys, info, stop)
+            if session:
+                lease.session = state.sessions.use(tenant.id, info.name, session, tuple(hashes))
         levels = [level for level, memory in enumerate(state.placement.memory) if memory.tier.name in tiers]
         todo = deque((index, group) for index in range(start, stop) for group in range(len(info.layouts)))
-
-        @cache  # a block's key is wanted again as its successor's parent
-        def key_of(index: int, group: int) -> bytes:
-            return tenant.block_key(hashes[index], group)
-
         grants: list[Grant] = []
         handed_over = False
         try:
@@ -87,7 +89,7 @@ class Writer:
                 last_try = time.monotonic() >= deadline
                 with state.lock:
                     while todo:
-                        grant = self._grant(lease, tenant, info, key_of, todo[0], levels, lossy=last_try)
+                        grant = self._grant(lease, tenant, info, keys, todo[0], levels, lossy=last_try)
                         if grant is None:
                             break
                         grants.append(grant)
@@ -130,8 +132,10 @@ class Writer:
             for draft, block in zip(drafts, written, strict=True):
                 draft.meta = replace(draft.meta, checksum=block.checksum)
                 draft.written = True
+            published: list[Entry] = []
             for draft in sorted(drafts, key=lambda d: d.index):
-                self._publish_or_wait(lease, draft)
+                published.extend(self._publish_or_wait(lease, draft))
+            self._computing.published(entry.key for entry in published)
             if any(map(state.placement.overdue, range(len(state.placement.memory)))):
                 self._wake()
         return len(drafts)
@@ -183,7 +187,10 @@ class Writer:
         placement = self._state.placement
         for draft in list(lease.drafts.values()):
             self._discard(lease, draft, quarantine=quarantine)
-        for entry in sorted(lease.chain + lease.published, key=lambda e: e.meta.depth, reverse=True):
+        written = sorted(lease.chain + lease.published, key=lambda e: e.meta.depth, reverse=True)
+        if lease.session is not None:
+            self._state.sessions.own(lease.session, lease.chain)
+        for entry in written:
             placement.touch(entry, again=False)
             if self._hold:
                 placement.unpin(entry)
@@ -199,14 +206,19 @@ class Writer:
     def _find(self, tenant: Tenant, lease_id: str) -> WriteRecord:
         lease = self._state.leases.find(lease_id, tenant.id)
         if not isinstance(lease, WriteRecord):
-            raise InvalidRequest("this lease is for reading", remedy="commit and abort take the lease of a reservation")
+            raise InvalidRequest(
+                "this lease is not for writing", remedy="commit and abort take the lease of a reservation"
+            )
         return lease
 
-    def _hold_prefix(self, tenant: Tenant, info: NamespaceInfo, hashes: Sequence[bytes]) -> list[Entry]:
-        """Return the published blocks a chain begins with, held for as long as its lease lasts."""
+    def _hold_prefix(self, keys: ChainKeys, info: NamespaceInfo, stop: int) -> list[Entry]:
+        """Return the blocks in memory that a chain begins with, held for as long as its lease lasts.
+
+        Those that only the cold tier has are not held: they have no place in a memory tier's order.
+        """
         prefix: list[Entry] = []
-        for chain_hash in hashes:
-            found = [self._state.index.get(tenant.block_key(chain_hash, g)) for g in range(len(info.layouts))]
+        for index in range(stop):
+            found = [self._state.index.awake(keys.at(index, group)) for group in range(len(info.layouts))]
             if not any(found):
                 break
             prefix.extend(entry for entry in found if entry is not None)
@@ -219,7 +231,7 @@ class Writer:
         lease: WriteRecord,
         tenant: Tenant,
         info: NamespaceInfo,
-        key_of: Callable[[int, int], bytes],
+        keys: ChainKeys,
         block: tuple[int, int],
         levels: Sequence[int],
         *,
@@ -228,28 +240,28 @@ class Writer:
         """Answer for one block, or None when there is no room for it yet."""
         state = self._state
         index, group = block
-        key = key_of(index, group)
+        key = keys.at(index, group)
         if key in state.index:
             return Grant(index, group, "present")
         if key in state.writing:
             return Grant(index, group, "busy")
         layout = info.layouts[group]
-        found = self._allocate(layout.nbytes, levels, lossy=lossy)
+        found = self._allocate(layout.nbytes, tenant.id, levels, lossy=lossy)
         if found is None:
             return None
         level, slot = found
-        parent = key_of(index - 1, group) if index else NO_PARENT
+        parent = keys.at(index - 1, group) if index else NO_PARENT
         meta = BlockMeta(layout.nbytes, 0, parent, info.fingerprint, tenant.id, index, group)
         draft = Draft(index, key, meta, level, slot)
         lease.drafts[block] = draft
         state.writing[key] = draft
         return self._granted(draft)
 
-    def _allocate(self, length: int, levels: Sequence[int], *, lossy: bool) -> tuple[int, Slot] | None:
+    def _allocate(self, length: int, tenant: bytes, levels: Sequence[int], *, lossy: bool) -> tuple[int, Slot] | None:
         """Take a slot in the fastest of `levels` that has room. Blocks are lost for it only when none has."""
         for losing in (False, True) if lossy else (False,):
             for level in levels:
-                slot = self._state.placement.allocate(level, length, lossy=losing)
+                slot = self._state.placement.allocate(level, length, tenant, lossy=losing)
                 if slot is not None:
                     return level, slot
         return None
@@ -270,9 +282,10 @@ class Writer:
             raise InvalidRequest(f"block {block.index} has {draft.meta.length} bytes, the commit says {block.length}")
         return draft
 
-    def _publish_or_wait(self, lease: WriteRecord, draft: Draft) -> None:
-        """Publish a written block, and what waited for it, if its own predecessor is published."""
+    def _publish_or_wait(self, lease: WriteRecord, draft: Draft) -> list[Entry]:
+        """Publish a written block, and what waited for it, if its own predecessor is published; return them."""
         state = self._state
+        published: list[Entry] = []
         ready = [(lease, draft)]
         while ready:
             owner, block = ready.pop()
@@ -288,11 +301,18 @@ class Writer:
             state.index.add(entry)
             state.placement.settle(entry, block.level, block.slot)
             state.placement.enlist(entry, block.level)
+            if owner.session is not None:
+                entry.owner = owner.session
             owner.published.append(entry)
+            published.append(entry)
             state.counters.stored_blocks += 1
             state.counters.stored_bytes += block.meta.length
+            storing = state.tenants.of(block.meta.tenant)
+            if storing is not None:
+                storing.counters.stored_bytes += block.meta.length
             ready.extend(state.waiting.pop(block.key, ()))
             self._end_if_done(owner)
+        return published
 
     def _is_windowed(self, meta: BlockMeta) -> bool:
         info = self._state.namespaces[meta.namespace.hex()]
@@ -307,8 +327,10 @@ class Writer:
         waiting = [pair for pair in state.waiting.pop(draft.meta.parent, ()) if pair[1] is not draft]
         if waiting:
             state.waiting[draft.meta.parent] = waiting
-        tier = state.placement.memory[draft.level].tier
+        placement = state.placement
         if quarantine:
+            placement.disown(draft.level, draft.slot, draft.meta.tenant)
+            tier = placement.memory[draft.level].tier
             state.quarantine.append((time.monotonic() + self._quarantine_s, tier, draft.slot))
         else:
-            tier.discard(draft.slot)
+            placement.discard(draft.level, draft.slot, draft.meta.tenant)

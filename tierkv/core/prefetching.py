@@ -1,0 +1,143 @@
+"""Prefetching: promoting a prefix before somebody asks for it, and the tickets that say how far it is."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from tierkv.cache import TicketProgress
+from tierkv.core.chain import ChainView
+from tierkv.core.leases import LeaseTable
+from tierkv.core.loads import Load, Loader
+from tierkv.core.state import State
+from tierkv.core.steps import Pause, Step
+from tierkv.core.tenants import Tenant
+from tierkv.errors import NotFound
+
+__all__ = ["Prefetcher"]
+
+TICKET_TTL_S = 300.0
+MOST_TICKETS = 16384
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """`loads` by layers: KV group first, then index. `stale`: when what has not begun by then is given up."""
+
+    tenant: bytes
+    stale: float
+    loads: list[tuple[int, Load]]
+    over: bool = False
+    cancelled: bool = False
+
+
+class Prefetcher:
+    """Starts promotions that nobody waits for yet."""
+
+    def __init__(self, state: State, loader: Loader) -> None:
+        self._state = state
+        self._loader = loader
+        self._tickets: dict[str, _Ticket] = {}
+        self._due: list[tuple[float, str]] = []
+
+    def start(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes], deadline_s: float) -> str:
+        """See `tierkv.cache.Cache.prefetch`; returns the ticket's id.
+
+        No more of the prefix is loaded than half the warm tier, and no more moved on than the hot tier holds, so that a
+        prefetch never pushes out its own blocks.
+        """
+        state = self._state
+        memory = state.placement.memory
+        warm = len(memory) - 1
+        now = time.monotonic()
+        with state.lock:
+            self.expire(now)
+            if len(self._tickets) >= MOST_TICKETS:
+                self._stop(self._tickets.pop(next(iter(self._tickets))))
+            chain = ChainView(state, tenant, namespace, hashes)
+            length = chain.fitting(chain.hit(len(hashes)), memory[warm].tier, 0.5)
+            hot_length = chain.fitting(length, memory[0].tier, 1.0)
+            needed = list(chain.published(length))
+            for block, _ in reversed(needed):  # what is near already must not make way for the rest
+                entry = state.index.awake(chain.key(*block))
+                if entry is not None:
+                    state.placement.touch(entry, again=False)
+            loads: list[tuple[int, Load]] = []
+            for (index, group), levels in sorted(needed, key=lambda item: (item[0][1], item[0][0])):
+                fastest = (levels & -levels).bit_length() - 1
+                goal = 0 if index < hot_length else warm
+                if fastest > goal:
+                    level = 0 if fastest <= warm else warm
+                    nbytes = chain.info.layouts[group].nbytes
+                    load = self._loader.want(
+                        chain.key(index, group), nbytes, level, now + deadline_s, onward=goal < level
+                    )
+                    loads.append((group, load))
+            ticket_id = LeaseTable.new_id()
+            ticket = self._tickets[ticket_id] = _Ticket(tenant.id, now + deadline_s, loads)
+            heapq.heappush(self._due, (ticket.stale, ticket_id))
+        return ticket_id
+
+    def progress(self, tenant: Tenant, ticket_id: str) -> TicketProgress:
+        """See `tierkv.cache.Ticket.progress`. Raises `NotFound` for somebody else's ticket or one of long ago."""
+        with self._state.lock:
+            return self._progress(self._find(tenant, ticket_id))
+
+    def wait(self, tenant: Tenant, ticket_id: str, groups: int | None, wait_s: float) -> Step[TicketProgress]:
+        """See `tierkv.cache.Ticket.wait`. Errors as `progress`."""
+        deadline = time.monotonic() + wait_s
+        with self._state.lock:
+            ticket = self._find(tenant, ticket_id)
+            pending: list[Future[bool]] = [
+                load.future for group, load in ticket.loads if groups is None or group < groups
+            ]
+        if pending:
+            yield Pause(pending, deadline)
+        with self._state.lock:
+            return self._progress(ticket)
+
+    def cancel(self, tenant: Tenant, ticket_id: str) -> None:
+        """See `tierkv.cache.Ticket.cancel`."""
+        with self._state.lock:
+            ticket = self._find(tenant, ticket_id)
+            ticket.cancelled |= not ticket.over
+            self._stop(ticket)
+
+    def expire(self, now: float) -> None:
+        """Give up loads that have not begun by their deadline, and forget old tickets (with the lock held)."""
+        while self._due and self._due[0][0] <= now:
+            at, ticket_id = heapq.heappop(self._due)
+            ticket = self._tickets.get(ticket_id)
+            if ticket is None:
+                continue
+            if at > ticket.stale:
+                del self._tickets[ticket_id]
+            else:
+                self._stop(ticket)
+                heapq.heappush(self._due, (ticket.stale + TICKET_TTL_S, ticket_id))
+
+    def _stop(self, ticket: _Ticket) -> None:
+        if not ticket.over:
+            ticket.over = True
+            for _, load in ticket.loads:
+                self._loader.unwant(load)
+
+    @staticmethod
+    def _progress(ticket: _Ticket) -> TicketProgress:
+        done = [load for _, load in ticket.loads if load.future.done()]
+        return TicketProgress(
+            "cancelled" if ticket.cancelled else "done" if len(done) == len(ticket.loads) else "loading",
+            len(ticket.loads),
+            len(done),
+            sum(load.nbytes for _, load in ticket.loads),
+            sum(load.nbytes for load in done),
+        )
+
+    def _find(self, tenant: Tenant, ticket_id: str) -> _Ticket:
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or ticket.tenant != tenant.id:
+            raise NotFound("no such prefetch ticket", remedy="tickets are kept for five minutes")
+        return ticket
