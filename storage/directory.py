@@ -25,7 +25,10 @@ _WAYS = 8
 _BUCKET_BYTES = _WAYS * ENTRY_BYTES
 _BODY = struct.Struct("<32sQQQ")
 _PLACE = struct.Struct("<QQQ")
+_SEALS = struct.Struct("<" + "8s56x" * _WAYS)
+_KEYS = struct.Struct("<" + "8x32s24x" * _WAYS)
 _FREE = bytes(ENTRY_BYTES)
+_NO_SEAL = bytes(8)
 _BLOCK_BYTES = 32 << 10
 
 
@@ -58,9 +61,11 @@ class DirectoryWriter:
 
     def insert(self, key: bytes, place: Place) -> bool:
         """List a block that is not listed; say whether its bucket had a free entry."""
-        at = self._find(key, _FREE[:8], 0)
-        if at is None:
+        start = _bucket(key, self._buckets)
+        seals = _SEALS.unpack_from(self._memory, start)
+        if _NO_SEAL not in seals:
             return False
+        at = start + seals.index(_NO_SEAL) * ENTRY_BYTES
         body = _BODY.pack(key, *place)
         self._memory[at + 8 : at + ENTRY_BYTES] = body
         self._memory[at : at + 8] = xxh3_64_digest(body)
@@ -68,19 +73,13 @@ class DirectoryWriter:
 
     def remove(self, key: bytes) -> None:
         """Take a block off the list, if it is there."""
-        at = self._find(key, key, 8)
-        if at is not None:
-            # The seal first: what follows is void from then on.
-            self._memory[at : at + 8] = _FREE[:8]
-            self._memory[at + 8 : at + ENTRY_BYTES] = _FREE[8:]
-
-    def _find(self, key: bytes, wanted: bytes, where: int) -> int | None:
-        """Return the offset of the first entry of the key's bucket that has `wanted` at `where`."""
         start = _bucket(key, self._buckets)
-        for at in range(start, start + _BUCKET_BYTES, ENTRY_BYTES):
-            if self._memory[at + where : at + where + len(wanted)] == wanted:
-                return at
-        return None
+        keys = _KEYS.unpack_from(self._memory, start)
+        if key in keys:
+            at = start + keys.index(key) * ENTRY_BYTES
+            # The seal first: what follows is void from then on.
+            self._memory[at : at + 8] = _NO_SEAL
+            self._memory[at + 8 : at + ENTRY_BYTES] = _FREE[8:]
 
 
 class DirectoryReader:

@@ -31,9 +31,12 @@ class PooledTier(SlotTier):
         superblock = self.allocator.superblock_bytes
         return self.allocator.capacity // superblock * (superblock // slot_bytes(length))
 
-    def allocate(self, length: int) -> Slot:
+    def slot_size(self, length: int) -> int:
+        return self.allocator.slot_size(length)
+
+    def take(self, length: int) -> Slot | None:
         self._check_open()
-        return self.allocator.allocate(length)
+        return self.allocator.take(length)
 
     def discard(self, slot: Slot) -> None:
         self._check_open()

@@ -16,6 +16,7 @@ from tierkv.storage.tier import Slot
 __all__ = ["AllocatorUsage", "SuperblockAllocator", "default_superblock_bytes", "slot_bytes"]
 
 _PAGE = 4096
+_SIZES_KNOWN = 256
 _CACHE_LINE = 64
 _MIN_SUPERBLOCK = 4 << 20
 _MAX_SUPERBLOCK = 64 << 20
@@ -117,25 +118,46 @@ class SuperblockAllocator:
         # Slot size -> superblocks of that size with a free slot, oldest first: filling the oldest leaves the newer ones
         # to run empty.
         self._open: dict[int, dict[int, _Superblock]] = {}
+        self._sizes: dict[int, int] = {}
         self._slots = 0
         self._used_bytes = 0
 
-    def allocate(self, length: int) -> Slot:
-        """Take a slot for `length` bytes.
+    def slot_size(self, length: int) -> int:
+        """Return the size of the slots for `length` bytes. Raises `BlockTooLarge` when that is over a superblock."""
+        size = self._sizes.get(length)
+        if size is None:
+            size = slot_bytes(length)
+            if size > self.superblock_bytes:
+                raise BlockTooLarge(
+                    f"a block of {length} bytes is larger than a superblock of {self.superblock_bytes}",
+                    remedy="use fewer tokens per block, or a larger arena or superblock_bytes",
+                )
+            if len(self._sizes) < _SIZES_KNOWN:
+                self._sizes[length] = size
+        return size
 
-        Raises
-        ------
-        TierFull
-            No slot of this size is free and no superblock is empty.
-        BlockTooLarge
-            `length` is more than a superblock.
+    def allocate(self, length: int) -> Slot:
+        """As `take`, but raises `TierFull` when there is no slot."""
+        slot = self.take(length)
+        if slot is None:
+            raise TierFull(f"no room for a slot of {self.slot_size(length)} bytes", remedy="evict blocks, then retry")
+        return slot
+
+    def take(self, length: int) -> Slot | None:
+        """Take a slot for `length` bytes; None when none of its size is free and no superblock is empty.
+
+        Raises `BlockTooLarge` when `length` is more than a superblock.
         """
-        size = self._slot_size(length)
+        size = self.slot_size(length)
         with self._lock:
-            open_ = self._open.setdefault(size, {})
-            superblock = next(iter(open_.values()), None)
-            if superblock is None:
+            open_ = self._open.get(size)
+            if open_:
+                superblock = next(iter(open_.values()))
+            elif not self._pool:
+                return None
+            else:
                 superblock = self._assign(size)
+                open_ = self._open.setdefault(size, {})
                 open_[superblock.start] = superblock
             if superblock.returned:
                 offset = superblock.returned.pop()
@@ -167,7 +189,7 @@ class SuperblockAllocator:
         Only `slot` when its size is right, else every slot in use in its superblock. Raises `InvalidRequest` when
         `slot` is not in use and `BlockTooLarge` when `length` is more than a superblock.
         """
-        size = self._slot_size(length)
+        size = self.slot_size(length)
         with self._lock:
             superblock = self._holding(slot)
             if size == slot.size:
@@ -187,15 +209,6 @@ class SuperblockAllocator:
                 slots=self._slots,
             )
 
-    def _slot_size(self, length: int) -> int:
-        size = slot_bytes(length)
-        if size > self.superblock_bytes:
-            raise BlockTooLarge(
-                f"a block of {length} bytes is larger than a superblock of {self.superblock_bytes}",
-                remedy="use fewer tokens per block, or a larger arena or superblock_bytes",
-            )
-        return size
-
     def _holding(self, slot: Slot) -> _Superblock:
         if 0 <= slot.offset < self.capacity:
             superblock = self._superblocks[slot.offset // self.superblock_bytes]
@@ -206,8 +219,6 @@ class SuperblockAllocator:
         )
 
     def _assign(self, size: int) -> _Superblock:
-        if not self._pool:
-            raise TierFull(f"no room for a slot of {size} bytes", remedy="evict blocks, then retry")
         superblock = self._pool.pop()
         superblock.slot_size = size
         self._used_bytes += self.superblock_bytes % size

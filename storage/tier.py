@@ -16,12 +16,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from threading import Lock
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
 
-from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, NotFound, TierKVError, Unavailable
+from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, NotFound, TierFull, TierKVError, Unavailable
 from tierkv.spec import BlockLayout
 
 __all__ = [
@@ -42,8 +42,7 @@ Buffer = bytes | bytearray | memoryview
 _GIL_FREE_COPY = 32 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMeta:
+class BlockMeta(NamedTuple):
     """What a tier keeps about a block beside its bytes.
 
     Attributes
@@ -87,8 +86,7 @@ class TierUsage:
     blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A place in a memory tier: `size` bytes from `offset` of the tier's memory."""
 
     offset: int
@@ -245,8 +243,19 @@ class SlotTier(Tier):
         """Return how many blocks of `length` bytes the tier could hold if it held nothing else."""
 
     @abstractmethod
+    def slot_size(self, length: int) -> int:
+        """Return the size of the slots that blocks of `length` bytes are put in. Raises `BlockTooLarge`."""
+
+    @abstractmethod
+    def take(self, length: int) -> Slot | None:
+        """Take a slot for `length` bytes; None when there is none free. Raises `BlockTooLarge`. Never blocks."""
+
     def allocate(self, length: int) -> Slot:
         """Take a slot for `length` bytes. Raises `TierFull` (evict, then retry) or `BlockTooLarge`. Never blocks."""
+        slot = self.take(length)
+        if slot is None:
+            raise TierFull(f"no room for a slot of {self.slot_size(length)} bytes", remedy="evict blocks, then retry")
+        return slot
 
     @abstractmethod
     def discard(self, slot: Slot) -> None:

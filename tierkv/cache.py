@@ -148,9 +148,9 @@ class LoadChoice:
     ----------
     reason
         ``miss``: nothing is published. ``in_memory``: nothing had to be loaded. ``no_wait``: something had, but the
-        caller does not wait. ``unknown_prefill``: all was loaded, as the engine's speed is unknown. ``unknown_rate``: from
-        a tier of unknown speed, to find out. ``load``, ``partly``, ``recompute``: all, some or nothing was loaded,
-        because computing the rest is faster. ``too_slow``: given up on the way, slower than it had looked.
+        caller does not wait. ``unknown_prefill``: all was loaded, as the engine's speed is unknown. ``unknown_rate``:
+        from a tier of unknown speed, to find out. ``load``, ``partly``, ``recompute``: all, some or nothing was
+        loaded, because computing the rest is faster. ``too_slow``: given up on the way, slower than it had looked.
     load_blocks
         Length of the prefix that was to be in memory.
     load_s, recompute_s

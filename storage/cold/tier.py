@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, ClassVar, Literal, get_args
@@ -356,7 +356,7 @@ class ColdTier(Tier):
         try:
             container = pack(payload, meta.layout, name, meta.checksum)
             if codec_by_name(name).lossy:
-                meta = replace(meta, checksum=peek(container).payload_checksum)
+                meta = meta._replace(checksum=peek(container).payload_checksum)
             return container, meta
         except TierKVError as error:
             return error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ def open_cold(tmp_path: Path) -> Iterator[OpenCold]:
 
 def kv(number: int) -> tuple[bytes, BlockMeta]:
     payload = np.random.default_rng(number).standard_normal(LAYOUT.shape, np.float32).tobytes()
-    return payload, replace(meta_of(payload), layout=LAYOUT)
+    return payload, meta_of(payload)._replace(layout=LAYOUT)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -34,7 +33,7 @@ def test_codecs_of_one_batch_are_each_blocks_own(open_cold: OpenCold, threads: i
     tier = open_cold(encode_threads=threads)
     blocks = [kv(number) for number in range(4)]
     items = [
-        (key_of(number), payload, replace(meta, codec=codec))
+        (key_of(number), payload, meta._replace(codec=codec))
         for number, ((payload, meta), codec) in enumerate(zip(blocks, ("", "eq3", "bx1", "eq3"), strict=True))
     ]
     assert tier.put_many(items) == [None] * 4
@@ -54,7 +53,7 @@ def test_codecs_of_one_batch_are_each_blocks_own(open_cold: OpenCold, threads: i
 def test_a_present_block_is_not_coded_again(open_cold: OpenCold) -> None:
     tier = open_cold()
     payload, meta = kv(0)
-    tier.put(key_of(0), payload, replace(meta, codec="eq5"))
+    tier.put(key_of(0), payload, meta._replace(codec="eq5"))
     found = read(tier, key_of(0))
     tier.put(key_of(0), payload, meta)
     assert read(tier, key_of(0)) == found != payload
@@ -63,7 +62,7 @@ def test_a_present_block_is_not_coded_again(open_cold: OpenCold) -> None:
 def test_an_unknown_codec_costs_its_block_only(open_cold: OpenCold) -> None:
     tier = open_cold()
     (first, meta), (second, other) = kv(0), kv(1)
-    outcomes = tier.put_many([(key_of(0), first, replace(meta, codec="zip")), (key_of(1), second, other)])
+    outcomes = tier.put_many([(key_of(0), first, meta._replace(codec="zip")), (key_of(1), second, other)])
     assert isinstance(outcomes[0], ConfigError)
     assert outcomes[1] is None
     assert tier.meta(key_of(0)) is None

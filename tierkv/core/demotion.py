@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from threading import Lock
 
 from tierkv.core.index import Entry
@@ -199,7 +198,7 @@ class Demoter:
     def _coded(self, meta: BlockMeta) -> BlockMeta:
         """Add what codecs need to know, which the block's namespace says; blocks get into memory by registered ones."""
         info = self._state.namespaces[meta.namespace.hex()]
-        return replace(meta, layout=info.layouts[meta.group], codec=info.spec.codec(meta.depth))
+        return meta._replace(layout=info.layouts[meta.group], codec=info.spec.codec(meta.depth))
 
     def _refused(self, error: TierKVError) -> None:
         self._counters.refused_demotions[error.slug] += 1

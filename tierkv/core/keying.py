@@ -43,7 +43,10 @@ class ChainKeys:
 
     def at(self, index: int, group: int) -> bytes:
         """Return one key."""
-        return self.upto(group, index + 1)[index]
+        keys = self._keys.get(group)
+        if keys is None or index >= len(keys):
+            keys = self.upto(group, index + 1)
+        return keys[index]
 
 
 class KeyMemo:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tierkv.core.counters import Counters
 from tierkv.core.fairness import FairOrder
 from tierkv.core.index import Entry, Index
 from tierkv.core.tenants import Tenants
-from tierkv.errors import TierFull
 from tierkv.policy import EvictionPolicy
 from tierkv.storage.tier import Slot, SlotTier, SupportsRecency, Tier
 
@@ -99,19 +98,26 @@ class Placement:
         """
         memory = self.memory[level]
         while not memory.order.within_quota(tenant, length):
-            if not self._evict_for(level, length, [tenant], lossy):
+            left = self._evict_for(level, length, [tenant], lossy)
+            for free in left:
+                memory.tier.discard(free)
+            if not left:
                 memory.pressed = True
                 return None
-        while True:
-            try:
-                slot = memory.tier.allocate(length)
-            except TierFull:
-                if not self._evict_for(level, length, memory.order.losers(tenant), lossy):
-                    memory.pressed = True
-                    return None
+        slot = memory.tier.take(length)
+        while slot is None:
+            left = self._evict_for(level, length, memory.order.losers(tenant), lossy)
+            if not left:
+                memory.pressed = True
+                return None
+            if len(left) == 1 and left[0].size == memory.tier.slot_size(length):
+                slot = left[0]
             else:
-                memory.order.take(tenant, slot.size)
-                return slot
+                for free in left:
+                    memory.tier.discard(free)
+                slot = memory.tier.take(length)
+        memory.order.take(tenant, slot.size)
+        return slot
 
     def discard(self, level: int, slot: Slot, tenant: bytes) -> None:
         """Give back a slot that was allocated and never settled."""
@@ -151,7 +157,7 @@ class Placement:
             self._counters.lost_blocks[reason] += 1
         elif entry.fastest() == self.cold_level:
             if entry.cold_checksum != entry.meta.checksum:
-                entry.meta = replace(entry.meta, checksum=entry.cold_checksum)
+                entry.meta = entry.meta._replace(checksum=entry.cold_checksum)
             self._index.rest(entry)
 
     def let_go(self, entry: Entry, reason: str) -> bool:
@@ -250,19 +256,26 @@ class Placement:
         else:
             memory.tier.discard(slot)
 
-    def _evict_for(self, level: int, length: int, losers: Sequence[bytes], lossy: bool) -> bool:
-        """Evict the first block in eviction order whose leaving helps `length` bytes; say whether there was one.
+    def _evict_for(self, level: int, length: int, losers: Sequence[bytes], lossy: bool) -> list[Slot]:
+        """Evict the first block in eviction order whose leaving helps `length` bytes; return the slots that it left.
 
-        Blocks of the tenants `losers` leave, the first tenant's first. Room for another slot size may need a whole
-        superblock: one that only losers have blocks in if there is one, else any that one of them has.
+        They belong to the caller now; none when nothing may leave. Blocks of the tenants `losers` leave, the first
+        tenant's first. Room for another slot size may need a whole superblock: one that only losers have blocks in if
+        there is one, else any that one of them has.
         """
         memory = self.memory[level]
+        size = memory.tier.slot_size(length)
         for mixed in (False, True):
             narrowed = False
             for key in self._in_order(memory, losers):
+                entry = self._index.awake(key)
+                if entry is None or not self._may_leave(entry, level, lossy):
+                    continue
                 slot = memory.tier.slot(key)
                 if slot is None:
                     continue
+                if slot.size == size:
+                    return [self._evict(entry, level)]
                 leaving: list[Entry] = []
                 for neighbour in memory.tier.neighbours(slot, length):
                     entry = self._index.awake(memory.tier.key_at(neighbour) or b"")
@@ -273,12 +286,10 @@ class Placement:
                         break
                     leaving.append(entry)
                 else:
-                    for entry in leaving:
-                        self._evict(entry, level)
-                    return True
+                    return [self._evict(entry, level) for entry in leaving]
             if not narrowed:
-                return False
-        return False
+                break
+        return []
 
     @staticmethod
     def _in_order(memory: MemoryLevel, losers: Sequence[bytes]) -> Iterator[bytes]:
@@ -288,11 +299,10 @@ class Placement:
     def _may_leave(self, entry: Entry, level: int, lossy: bool) -> bool:
         return not entry.pins and (lossy or level == self._last or entry.below(level))
 
-    def _evict(self, entry: Entry, level: int) -> None:
+    def _evict(self, entry: Entry, level: int) -> Slot:
         memory = self.memory[level]
         slot = memory.tier.withdraw(entry.key)
         assert slot is not None
-        memory.tier.discard(slot)
         memory.order.evict(entry)
         memory.order.give(entry.meta.tenant, slot.size)
         self._counters.evicted_blocks[memory.tier.name] += 1
@@ -304,3 +314,4 @@ class Placement:
             self._counters.wasted_bytes += entry.meta.length
             entry.arrival = None
         self.lost_level(entry, level, "evicted" if level == self._last else "not_demoted_in_time")
+        return slot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tierkv.cache import Grant, Written
 from tierkv.core.computing import Computing
@@ -130,7 +130,7 @@ class Writer:
             lease = self._find(tenant, lease_id)
             drafts = [self._draft(lease, block) for block in written]
             for draft, block in zip(drafts, written, strict=True):
-                draft.meta = replace(draft.meta, checksum=block.checksum)
+                draft.meta = draft.meta._replace(checksum=block.checksum)
                 draft.written = True
             published: list[Entry] = []
             for draft in sorted(drafts, key=lambda d: d.index):
@@ -285,33 +285,33 @@ class Writer:
     def _publish_or_wait(self, lease: WriteRecord, draft: Draft) -> list[Entry]:
         """Publish a written block, and what waited for it, if its own predecessor is published; return them."""
         state = self._state
+        index, writing, placement = state.index, state.writing, state.placement
         published: list[Entry] = []
         ready = [(lease, draft)]
         while ready:
             owner, block = ready.pop()
-            parent = block.meta.parent
-            windowed = self._is_windowed(block.meta)
-            if parent != NO_PARENT and parent not in state.index and not windowed:
+            meta = block.meta
+            parent = meta.parent
+            if parent != NO_PARENT and parent not in index and not self._is_windowed(meta):
                 state.waiting.setdefault(parent, []).append((owner, block))
                 continue
-            del owner.drafts[block.index, block.meta.group]
-            del state.writing[block.key]
-            entry = Entry(block.key, block.meta)
-            entry.pins += self._hold
-            state.index.add(entry)
-            state.placement.settle(entry, block.level, block.slot)
-            state.placement.enlist(entry, block.level)
-            if owner.session is not None:
-                entry.owner = owner.session
+            del owner.drafts[block.index, meta.group]
+            del writing[block.key]
+            entry = Entry(block.key, meta, pins=int(self._hold), owner=owner.session)
+            index.add(entry)
+            placement.settle(entry, block.level, block.slot)
+            placement.enlist(entry, block.level)
             owner.published.append(entry)
             published.append(entry)
             state.counters.stored_blocks += 1
-            state.counters.stored_bytes += block.meta.length
-            storing = state.tenants.of(block.meta.tenant)
+            state.counters.stored_bytes += meta.length
+            storing = state.tenants.of(meta.tenant)
             if storing is not None:
-                storing.counters.stored_bytes += block.meta.length
-            ready.extend(state.waiting.pop(block.key, ()))
-            self._end_if_done(owner)
+                storing.counters.stored_bytes += meta.length
+            if state.waiting:
+                ready.extend(state.waiting.pop(block.key, ()))
+            if owner.closed:
+                self._end_if_done(owner)
         return published
 
     def _is_windowed(self, meta: BlockMeta) -> bool:
