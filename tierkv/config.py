@@ -149,7 +149,7 @@ class HotConfig(_Model):
 
     capacity: MemorySize = ByteSize(0)
     device: str = "auto"
-    policy: Policy = PolicyConfig("slru")
+    policy: Policy = PolicyConfig("aslru")
 
 
 class WarmConfig(_Model):
@@ -157,7 +157,7 @@ class WarmConfig(_Model):
 
     capacity: Annotated[MemorySize, Field(ge=1 << 20)] = ByteSize(1 << 30)
     directory: FilePath = Path("/dev/shm")
-    policy: Policy = PolicyConfig("slru")
+    policy: Policy = PolicyConfig("aslru")
     demote_ahead: Annotated[float, BeforeValidator(_share), Field(ge=0, le=1)] = 0.25
 
 

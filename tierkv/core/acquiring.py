@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from tierkv.cache import BlockRef, LoadChoice
 from tierkv.core.chain import Block, ChainView
 from tierkv.core.computing import Computing
 from tierkv.core.index import Entry
-from tierkv.core.leases import LeaseTable, ReadRecord
+from tierkv.core.leases import ComputeRecord, LeaseTable, ReadRecord
 from tierkv.core.loads import Load, Loader
 from tierkv.core.payoff import Patience, decide
 from tierkv.core.state import State
@@ -94,7 +95,7 @@ class Acquisition:
     Attributes
     ----------
     holding
-        It pins blocks or wants loads, which `let_go` gives up.
+        It pins blocks, wants loads or waits for a neighbour, which `let_go` gives up.
     """
 
     def __init__(self, state: State, loader: Loader, computing: Computing, tenant: Tenant, terms: Terms) -> None:
@@ -112,12 +113,14 @@ class Acquisition:
         self._paused = False
         self._patience: Patience | None = None
         self._until = float("inf")
+        self._deviation_s = 0.0
         self._shared_from: int | None = None
+        self._neighbour: tuple[ComputeRecord, Future[None]] | None = None
         self._result: Acquired | None = None
 
     @property
     def holding(self) -> bool:
-        return bool(self._wanted)
+        return bool(self._wanted) or self._neighbour is not None
 
     def result(self) -> Acquired:
         """The answer, once `begin` or `look` has returned None."""
@@ -138,11 +141,13 @@ class Acquisition:
     def look(self) -> Pause | None:
         """Go on after a pause."""
         self._paused = True
+        self._leave_neighbour()
         return self._next()
 
     def let_go(self) -> None:
-        """Give up pins and loads."""
+        """Give up pins, loads and waiting."""
         self._unwant()
+        self._leave_neighbour()
 
     def _start_loads(self) -> None:
         """Find the published prefix and start loading as far as it pays."""
@@ -163,7 +168,8 @@ class Acquisition:
         self._target = self._planned = decision.load_blocks
         if block_s is not None and self._target > ready:
             self._patience = Patience(len(self._hashes) * block_s, block_s)
-            self._until = self._asked + self._patience.reconsider(0.0, costs[: self._target]).until_s
+            verdict = self._patience.reconsider(0.0, costs[: self._target], self._deviation_s)
+            self._until = self._asked + verdict.until_s
         self._want(chain.needed(self._target), load=True)
 
     def _next(self) -> Pause | None:
@@ -172,8 +178,9 @@ class Acquisition:
             now = time.monotonic()
             pending = [w.load.future for w in self._wanted.values() if w.load is not None and not w.load.future.done()]
             if now < self._deadline:
-                if not pending and self._failed():
-                    self._shorten()
+                foremost = None if pending else self._foremost_failed()
+                if foremost is not None:
+                    self._shorten(foremost)
                     continue
                 if pending and self._worth_waiting(now):
                     return Pause(pending, min(self._deadline, self._until))
@@ -189,7 +196,7 @@ class Acquisition:
         if self._patience is None or now < self._until:
             return True
         costs = self._costs(self._target)
-        verdict = self._patience.reconsider(now - self._asked, costs)
+        verdict = self._patience.reconsider(now - self._asked, costs, self._deviation_s)
         if not verdict.stay:
             self._choice = replace(self._choice, reason="too_slow")
             return False
@@ -199,27 +206,22 @@ class Acquisition:
         self._until = self._asked + verdict.until_s
         return True
 
-    def _failed(self) -> bool:
-        """Say whether a load has failed, and note why the foremost one did."""
-        for _, wanted in sorted(self._wanted.items(), key=lambda item: item[0]):
-            if wanted.failed():
-                assert wanted.load is not None
-                if wanted.load.failure == "no_room" and not self._failure:
-                    self._loader.try_again()
-                self._failure = self._failure or wanted.load.failure
-                return True
-        return False
+    def _foremost_failed(self) -> Block | None:
+        """Return the first block whose load has failed."""
+        return min((block for block, wanted in self._wanted.items() if wanted.failed()), default=None)
 
-    def _shorten(self) -> None:
-        """Go on with a shorter prefix.
+    def _shorten(self, foremost: Block) -> None:
+        """Go on with a shorter prefix, because of a load that failed.
 
         What remains may need window blocks that were not needed before, and without room for all of it the blocks
         further on must make way for those before them.
         """
         chain = self._chain
-        foremost = min(block for block, wanted in self._wanted.items() if wanted.failed())
         load = self._wanted[foremost].load
         assert load is not None
+        if load.failure == "no_room" and not self._failure:
+            self._loader.try_again()
+        self._failure = self._failure or load.failure
         if load.failure == "no_room":
             here = sum(bool(w.entry.levels & self._mask) for w in self._wanted.values())
             self._target = chain.shortened(self._target, here)
@@ -259,7 +261,13 @@ class Acquisition:
             return None
         if self._shared_from is None:
             self._shared_from = self._published
-        return Pause([computing.wait(owner, chain, self._published, self._total)], self._deadline)
+        self._neighbour = (owner, computing.wait(owner, chain, self._published, self._total))
+        return Pause([self._neighbour[1]], self._deadline)
+
+    def _leave_neighbour(self) -> None:
+        if self._neighbour is not None:
+            self._computing.forget(*self._neighbour)
+            self._neighbour = None
 
     def _pin(self, now: float) -> None:
         """Turn the resident prefix into a lease."""
@@ -356,6 +364,7 @@ class Acquisition:
         state, now = self._state, time.monotonic()
         estimates: dict[tuple[int, int], float | None] = {}
         costs: list[float | None] = [0.0] * length
+        self._deviation_s = 0.0
         for (index, group), levels in self._chain.published(length):
             if levels & self._mask:
                 continue
@@ -364,6 +373,7 @@ class Acquisition:
             if kind not in estimates:
                 found = state.delivery_rates.estimate(level, self._chain.info.layouts[group].nbytes, now)
                 estimates[kind] = found.seconds_per_block if found is not None else None
+                self._deviation_s = max(self._deviation_s, found.deviation_s if found is not None else 0.0)
             cost, before = estimates[kind], costs[index]
             costs[index] = None if cost is None or before is None else before + cost
         return costs

@@ -9,7 +9,7 @@ All access happens under the engine's lock.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from tierkv.core.chain import ChainView
@@ -21,10 +21,17 @@ __all__ = ["Computing"]
 
 
 class Computing:
-    """Hands out compute leases and wakes those who wait for what they cover."""
+    """Hands out compute leases and wakes those who wait for what they cover.
 
-    def __init__(self, state: State) -> None:
+    Parameters
+    ----------
+    wake
+        Called (with the lock held) when a deadline may be the next.
+    """
+
+    def __init__(self, state: State, wake: Callable[[], None]) -> None:
         self._state = state
+        self._wake = wake
         self._computing: dict[bytes, ComputeRecord] = {}
 
     def at(self, chain: ChainView, index: int) -> ComputeRecord | None:
@@ -46,6 +53,7 @@ class Computing:
                         lease.left[index] = lease.left.get(index, 0) + 1
         self._state.leases.add(lease)
         self._state.counters.compute_leases["granted"] += 1
+        self._wake()
         return lease
 
     def wait(self, lease: ComputeRecord, chain: ChainView, start: int, stop: int) -> Future[None]:
@@ -57,6 +65,10 @@ class Computing:
         done: Future[None] = Future()
         lease.waiting.append((last, done))
         return done
+
+    def forget(self, lease: ComputeRecord, done: Future[None]) -> None:
+        """Forget somebody who does not wait any more."""
+        lease.waiting = [item for item in lease.waiting if item[1] is not done]
 
     def published(self, keys: Iterable[bytes]) -> None:
         """Note that blocks were published: progress of the leases that cover them."""

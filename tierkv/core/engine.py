@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 IDLE_WAKE_S = 1.0
 QUARANTINE_S = 60.0
 ROOM_WAIT_S = 1.0
+REMOVED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Engine:
             state, self._need_room, threads=load_threads, bytes_in_flight=load_bytes, room_wait_s=ROOM_WAIT_S
         )
         self._demoter = Demoter(state)
-        self._computing = Computing(state)
+        self._computing = Computing(state, self._wakeup.notify)
         self.prefetcher = Prefetcher(state, self._loader)
         self.reader = Reader(state, self._loader, self._computing)
         self.writer = Writer(state, self._computing, self._wakeup.notify, QUARANTINE_S)
@@ -186,8 +187,13 @@ class Engine:
         """Unpublish a tenant's blocks of a namespace; return how many. Blocks on the cold tier."""
         with self._state.lock:
             fingerprint = self._state.namespace(namespace).fingerprint
-            found = [e.key for e in self._state.index if e.meta.namespace == fingerprint and e.meta.tenant == tenant.id]
-        return self._remove(found, "cleared")
+            entries = self._state.index.all_awake()
+            found = {e.key for e in entries if e.meta.namespace == fingerprint and e.meta.tenant == tenant.id}
+        cold = self.placement.cold
+        if cold is not None:
+            records = cold.records()
+            found |= {key for key, meta in records if meta.namespace == fingerprint and meta.tenant == tenant.id}
+        return self._remove(list(found), "cleared")
 
     def flush(self) -> None:
         """Demote every dirty block and sync the cold tier. Blocks."""
@@ -342,10 +348,14 @@ class Engine:
                     self.placement.damaged(entry, level, "checksum")
 
     def _remove(self, keys: Sequence[bytes], reason: str) -> int:
-        index = self._state.index
-        with self._state.lock:
-            live = [entry for entry in map(index.wake, keys) if entry is not None]
-            in_cold = [entry.key for entry in live if self.placement.let_go(entry, reason)]
-        if self.placement.cold is not None:
-            purge(self.placement.cold, in_cold, self._state)
-        return len(live)
+        """Unpublish blocks, some at a time so that others get their turn; return how many there were."""
+        index, removed = self._state.index, 0
+        for start in range(0, len(keys), REMOVED_AT_ONCE):
+            with self._state.lock:
+                entries = map(index.wake, keys[start : start + REMOVED_AT_ONCE])
+                live = [entry for entry in entries if entry is not None]
+                in_cold = [entry.key for entry in live if self.placement.let_go(entry, reason)]
+            removed += len(live)
+            if self.placement.cold is not None:
+                purge(self.placement.cold, in_cold, self._state)
+        return removed

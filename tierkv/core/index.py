@@ -138,11 +138,15 @@ class Index:
 
     def __iter__(self) -> Iterator[Entry]:
         """Yield every block; those asleep as entries that nobody else knows."""
-        yield from list(self._awake.values())
+        yield from self.all_awake()
         if self._cold is not None:
             for key, meta in self._cold.records():
                 if key not in self._awake and not self._hidden(key):
                     yield Entry(key, meta, self._cold_bit, cold_checksum=meta.checksum)
+
+    def all_awake(self) -> list[Entry]:
+        """Return the blocks that are awake."""
+        return list(self._awake.values())
 
     def add(self, entry: Entry) -> None:
         """Publish a block."""

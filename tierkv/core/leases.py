@@ -156,8 +156,9 @@ class LeaseTable:
         return lease
 
     def renew(self, lease: Lease, deadline: float) -> None:
+        if deadline < lease.deadline:  # else it is found again when its old deadline has passed
+            heapq.heappush(self._deadlines, (deadline, lease.id))
         lease.deadline = deadline
-        heapq.heappush(self._deadlines, (deadline, lease.id))
 
     def remove(self, lease: Lease) -> None:
         self._live.pop(lease.id, None)
@@ -168,9 +169,13 @@ class LeaseTable:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, lease_id = heapq.heappop(self._deadlines)
             lease = self._live.get(lease_id)
-            if lease is not None and lease.deadline <= now:
+            if lease is None:
+                continue
+            if lease.deadline <= now:
                 del self._live[lease_id]
                 gone.append(lease)
+            else:
+                heapq.heappush(self._deadlines, (lease.deadline, lease_id))
         return gone
 
     def next_deadline(self) -> float | None:

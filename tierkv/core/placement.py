@@ -59,6 +59,10 @@ class MemoryLevel:
     pressed: bool = False
     dirty_bytes: int = 0
 
+    def part(self, tenant: bytes) -> float:
+        """Return which part of the tier a tenant can count on now."""
+        return self.order.allowance(tenant) / self.tier.usage().capacity_bytes
+
 
 class Placement:
     """Tiers, their eviction orders, and who lies where.

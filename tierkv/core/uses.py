@@ -24,6 +24,7 @@ class Uses:
         state = self._state
         with state.lock:
             spec = state.namespace(namespace).spec
+            state.placement.memory[-1].order.seen(tenant.id)
             keys = [tenant.block_key(chain_hash, group) for chain_hash in hashes]
             for key in reversed(keys):  # a chain is read head first, and its tail should go first
                 entry = state.index.awake(key)

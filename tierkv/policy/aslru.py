@@ -25,6 +25,7 @@ _ONE_IN = 16  # blocks are sampled
 _REVIEWS = 4  # for each capacity of sampled uses
 _MEMORY = 0.97  # what a hit counts after as many uses as the capacity holds blocks
 _MARGIN = 1.02  # by what factor another setting has to be better
+_EVIDENCE = 8  # and by how many hits of sampled blocks: in a small tier a few are an accident
 # A block is sampled if its scattered hash is small; the factor is odd and near 2**32 / golden ratio, so that numbers in
 # a row are not sampled in a row.
 _SCATTER, _MASK = 0x9E3779B1, 0xFFFFFFFF
@@ -82,12 +83,12 @@ class AdaptiveSLRU(SLRU[K]):
         self._used += size
         if self._used * _REVIEWS * _ONE_IN >= self._capacity:
             self._used = 0
-            self._review()
+            self._review(size)
 
-    def _review(self) -> None:
+    def _review(self, size: int) -> None:
         hits = [miniature.hits for miniature in self._miniatures]
         most = max(hits)
-        if most > _MARGIN * hits[self._best]:
+        if most > max(_MARGIN * hits[self._best], hits[self._best] + _EVIDENCE * size):
             self._best = hits.index(most)
             self._protected_share, self._ghost_factor = _SETTINGS[self._best]
             super().resize(self._capacity)
