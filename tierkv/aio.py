@@ -277,6 +277,8 @@ class AsyncReadLease:
         self.hit_tokens: int = lease.hit_tokens
         self.published_blocks: int = lease.published_blocks
         self.tokens_by_tier: Mapping[str, int] = lease.tokens_by_tier
+        self.missed_tokens: Mapping[str, int] = lease.missed_tokens
+        self.saved_s: float = lease.saved_s
         self.waited_s: float = lease.waited_s
         self.choice: LoadChoice = lease.choice
         self.compute: AsyncComputeLease | None = AsyncComputeLease(lease.compute, threads) if lease.compute else None

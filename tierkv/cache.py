@@ -250,6 +250,12 @@ class ReadLease(ABC):
     tokens_by_tier
         `hit_tokens` by the tier that held each block when it was first asked for (a prefetched block still counts
         for the tier it was fetched from). The values sum to `hit_tokens`.
+    missed_tokens
+        Tokens asked for and not pinned, by reason: ``absent`` (never stored, as far as is known), ``evicted``,
+        ``not_demoted_in_time``, ``deleted``, ``cleared``, ``corrupt``, ``late``, ``no_room``, ``failed``,
+        ``cheaper_computed``. What other tenants have is not among them: nobody is told.
+    saved_s
+        Seconds of prefill that the hit saves, less `waited_s`; 0 while the engine's speed is unknown.
     waited_s
         Seconds this call waited for loads and for others who compute.
     choice
@@ -266,6 +272,8 @@ class ReadLease(ABC):
     hit_tokens: int
     published_blocks: int
     tokens_by_tier: Mapping[str, int]
+    missed_tokens: Mapping[str, int]
+    saved_s: float
     waited_s: float
     choice: LoadChoice
     compute: ComputeLease | None

@@ -87,6 +87,8 @@ class EmbeddedCache(Cache):
             hit_tokens=acquired.hit_tokens,
             published_blocks=acquired.published_blocks,
             tokens_by_tier=acquired.tokens_by_tier,
+            missed_tokens=acquired.missed_tokens,
+            saved_s=acquired.saved_s,
             waited_s=acquired.waited_s,
             choice=acquired.choice,
             compute=LeasedComputer(self._plane, grant.id, grant.start, grant.stop) if grant is not None else None,

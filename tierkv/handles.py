@@ -66,6 +66,8 @@ class LeasedReader(ReadLease):
         hit_tokens: int,
         published_blocks: int,
         tokens_by_tier: Mapping[str, int],
+        missed_tokens: Mapping[str, int],
+        saved_s: float,
         waited_s: float,
         choice: LoadChoice,
         compute: ComputeLease | None,
@@ -78,6 +80,8 @@ class LeasedReader(ReadLease):
         self.hit_tokens = hit_tokens
         self.published_blocks = published_blocks
         self.tokens_by_tier = tokens_by_tier
+        self.missed_tokens = missed_tokens
+        self.saved_s = saved_s
         self.waited_s = waited_s
         self.choice = choice
         self.compute = compute

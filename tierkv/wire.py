@@ -23,7 +23,9 @@ __all__ = [
     "FRAME_BYTES",
     "FRAME_TYPE",
     "GENERATION_HEADER",
+    "HIT_HEADER",
     "JSON_TYPE",
+    "MISS_HEADER",
     "MSGPACK_TYPE",
     "PROBLEM_TYPE",
     "SESSION_CHARACTERS",
@@ -56,6 +58,8 @@ PROBLEM_TYPE = "application/problem+json"
 FRAME_TYPE = "application/vnd.tierkv.blocks"
 TENANT_HEADER = "Tierkv-Tenant"
 GENERATION_HEADER = "Tierkv-Generation"
+HIT_HEADER = "Tierkv-Hit"
+MISS_HEADER = "Tierkv-Miss"
 
 _PROBLEM_PREFIX = "urn:tierkv:problem:"
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from aiohttp import web
 
@@ -20,7 +21,7 @@ from tierkv.service.messages import (
     TouchRequest,
     parse,
 )
-from tierkv.wire import pack_choice, pack_grants, pack_hit, pack_refs
+from tierkv.wire import HIT_HEADER, MISS_HEADER, pack_choice, pack_grants, pack_hit, pack_refs
 
 __all__ = ["ROUTES"]
 
@@ -71,7 +72,7 @@ async def acquire(request: web.Request) -> web.Response:
     chain = message.chain(info, limits.blocks)
     acquired = await run_async(context.engine.reader.acquire(context.tenant(request), info.name, chain, terms))
     grant = acquired.compute
-    return context.answer(
+    response = context.answer(
         request,
         {
             "lease": acquired.id,
@@ -81,12 +82,17 @@ async def acquire(request: web.Request) -> web.Response:
             "hit_tokens": acquired.hit_tokens,
             "published_blocks": acquired.published_blocks,
             "tokens_by_tier": dict(acquired.tokens_by_tier),
+            "missed_tokens": dict(acquired.missed_tokens),
+            "saved_s": acquired.saved_s,
             "waited_s": acquired.waited_s,
             "choice": pack_choice(acquired.choice),
             "compute": None if grant is None else [grant.id, grant.start, grant.stop],
             "computed_elsewhere": acquired.computed_elsewhere,
         },
     )
+    response.headers[HIT_HEADER] = _in_short(acquired.tokens_by_tier)
+    response.headers[MISS_HEADER] = _in_short(acquired.missed_tokens)
+    return response
 
 
 async def pin(request: web.Request) -> web.Response:
@@ -145,6 +151,11 @@ async def delete(request: web.Request) -> web.Response:
     chain_hash = bytes.fromhex(digits)
     removed = await context.in_thread(context.engine.delete, context.tenant(request), info.name, chain_hash)
     return context.answer(request, {"removed": removed})
+
+
+def _in_short(tokens: Mapping[str, int]) -> str:
+    """Tokens by tier or by reason, as a header says them."""
+    return ", ".join(f"{name}={count}" for name, count in tokens.items()) or "none"
 
 
 def _tiers(context: Context, mapped: list[str] | None) -> frozenset[str]:

@@ -39,7 +39,7 @@ def test_ids_cannot_be_guessed_from_one_another() -> None:
 
 def test_counts_and_draining() -> None:
     table = LeaseTable()
-    both: list[ReadRecord | WriteRecord] = [read(1.0), WriteRecord("w", ME, 2.0, {})]
+    both: list[ReadRecord | WriteRecord] = [read(1.0), WriteRecord("w", ME, 2.0, (), {})]
     for lease in both:
         table.add(lease)
     assert table.counts() == {"read": 1, "write": 1, "compute": 0, "pin": 0}

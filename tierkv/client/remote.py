@@ -102,6 +102,8 @@ class RemoteCache(Cache):
             hit_tokens=answer["hit_tokens"],
             published_blocks=answer["published_blocks"],
             tokens_by_tier=answer["tokens_by_tier"],
+            missed_tokens=answer["missed_tokens"],
+            saved_s=answer["saved_s"],
             waited_s=answer["waited_s"],
             choice=unpack_choice(answer["choice"]),
             compute=LeasedComputer(plane, *answer["compute"]) if answer["compute"] else None,

@@ -71,6 +71,8 @@ class Acquired:
     hit_tokens: int
     published_blocks: int
     tokens_by_tier: Mapping[str, int]
+    missed_tokens: Mapping[str, int]
+    saved_s: float
     waited_s: float
     choice: LoadChoice
     compute: ComputeGrant | None
@@ -275,7 +277,7 @@ class Acquisition:
         placement = state.placement
         length = chain.hit(self._published, self._mask)
         waited_s = now - self._asked if self._paused else 0.0
-        self._count(length)
+        missed = self._missed(length)
         tiers = [memory.tier for memory in placement.memory]
         refs: list[BlockRef] = []
         entries: list[Entry] = []
@@ -311,8 +313,9 @@ class Acquisition:
         placement.touch_cold([entry.key for entry in reversed(entries)])
         by_tier = Counter(placement.names[level] for level in slowest)
         tokens_by_tier = {name: count * chain.spec.block_tokens for name, count in by_tier.items()}
-        state.counters.hit_tokens.update(tokens_by_tier)
-        self._tenant.counters.hit_tokens.update(tokens_by_tier)
+        block_tokens, tokens = chain.spec.block_tokens, length * chain.spec.block_tokens
+        requested = self._total * block_tokens
+        state.ledger.acquired(self._tenant, chain.info.fingerprint, requested, tokens_by_tier, missed, waited_s)
         lease_id, deadline = "", now + terms.ttl_s
         if entries:
             lease_id = LeaseTable.new_id()
@@ -322,33 +325,37 @@ class Acquisition:
             deadline,
             tuple(refs),
             length,
-            length * chain.spec.block_tokens,
+            tokens,
             self._published,
             tokens_by_tier,
+            {reason: blocks * block_tokens for reason, blocks in missed.items()},
+            max(0.0, length * (self._block_s() or 0.0) - waited_s),
             waited_s,
             self._choice,
             self._grant,
             self._elsewhere,
         )
 
-    def _count(self, length: int) -> None:
-        """Count misses by reason."""
-        counters, block_tokens = self._state.counters, self._chain.spec.block_tokens
-        counters.acquires += 1
-        counters.requested_tokens += self._total * block_tokens
-        self._tenant.counters.requested_tokens += self._total * block_tokens
+    def _missed(self, length: int) -> dict[str, int]:
+        """Blocks that were asked for and are not part of a prefix of `length`, by reason."""
         if self._shared_from is not None:
-            counters.shared_tokens += max(0, length - self._shared_from) * block_tokens
+            shared = max(0, length - self._shared_from) * self._chain.spec.block_tokens
+            self._state.counters.shared_tokens += shared
+        missed: Counter[str] = Counter()
+        if self._published < self._total:
+            missed[self._lost()] += self._total - self._published
         loaded = max(self._planned, length)
         late = "cheaper_computed" if self._choice.reason == "too_slow" else self._failure or "late"
-        for reason, blocks in (
-            ("absent", self._total - self._published),
-            ("no_room", self._published - max(self._fitting, length)),
-            ("cheaper_computed", max(self._fitting, length) - loaded),
-            (late, loaded - length),
-        ):
-            if blocks:
-                counters.missed_blocks[reason] += blocks
+        missed["no_room"] += self._published - max(self._fitting, length)
+        missed["cheaper_computed"] += max(self._fitting, length) - loaded
+        missed[late] += loaded - length
+        return {reason: blocks for reason, blocks in missed.items() if blocks}
+
+    def _lost(self) -> str:
+        """Why the first block that is not published is not."""
+        lost, chain = self._state.ledger.lost, self._chain
+        reasons = (lost.reason(chain.key(self._published, group)) for group in chain.groups)
+        return next((reason for reason in reasons if reason != "absent"), "absent")
 
     def _count_load(self, started: float, ended: float) -> None:
         """Count how much of a load's time was over before this request asked, and how long the block lay there."""

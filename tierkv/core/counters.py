@@ -19,8 +19,7 @@ class Counters:
     hit_tokens
         Tokens served, by the tier that held them when they were first asked for.
     missed_blocks
-        Blocks that were asked for and not served, by reason: ``absent``, ``late``, ``corrupt``, ``no_room``,
-        ``failed``, ``cheaper_computed``.
+        Blocks that were asked for and not served, by reason, see `tierkv.cache.ReadLease.missed_tokens`.
     stored_blocks, stored_bytes
         Blocks published by commits.
     promoted_blocks, demoted_blocks, promoted_bytes, demoted_bytes

@@ -88,12 +88,9 @@ class Demoter:
                 moved = self._to_cold(level, batch)
             else:
                 moved = [self._to_memory(level, below, entry) for entry in batch]
-            move = f"{placement.names[level]}>{placement.names[below]}"
             with self._lock:
-                for entry, done in zip(batch, moved, strict=True):
-                    if done:
-                        self._counters.demoted_blocks[move] += 1
-                        self._counters.demoted_bytes[move] += entry.meta.length
+                arrived = [entry for entry, done in zip(batch, moved, strict=True) if done]
+                self._state.ledger.demoted(arrived, placement.names[level], placement.names[below])
                 # A damaged block was removed instead of moved: that is progress too, what is behind it comes next.
                 dirty = placement.memory[level].dirty
                 return sum(dirty.get(entry.key) is not entry for entry in batch)

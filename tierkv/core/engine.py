@@ -15,11 +15,11 @@ from threading import Condition, Lock, Thread
 from typing import Any
 
 from tierkv.core.computing import Computing
-from tierkv.core.counters import Counters
 from tierkv.core.demotion import Demoter, purge
 from tierkv.core.hints import Hints
 from tierkv.core.index import Entry, Index
 from tierkv.core.leases import ComputeRecord, Lease, PinRecord, WriteRecord
+from tierkv.core.ledger import Ledger
 from tierkv.core.loads import Loader
 from tierkv.core.placement import MemoryTier, Placement
 from tierkv.core.prefetching import Prefetcher
@@ -82,10 +82,11 @@ class Engine:
     ) -> None:
         most = most or Limits()
         lock = Lock()
-        counters, tenants = Counters(), Tenants(secret, rules or {}, most.tenants)
+        tenants = Tenants(secret, rules or {}, most.tenants)
+        ledger = Ledger(tenants)
         index = Index(cold, len(memory) if cold is not None else -1)
-        placement = Placement(memory, cold, index, counters, tenants)
-        state = self._state = State(placement, index, counters, lock, tenants, SessionTable(most.sessions))
+        placement = Placement(memory, cold, index, ledger, tenants)
+        state = self._state = State(placement, index, ledger, lock, tenants, SessionTable(most.sessions))
         self._most = most
         self._wakeup = Condition(lock)
         self._closing = False
@@ -249,12 +250,10 @@ class Engine:
                 self._state.index.condemned.discard(key)
                 entry = self._state.index.awake(key)
                 if entry is not None and entry.levels >> level & 1:
+                    self._state.ledger.left_cold(key, last=False)
                     self.placement.lost_level(entry, level, "evicted")
                 elif entry is None and key not in self._state.index.purging:
-                    self._state.counters.lost_blocks["evicted"] += 1
-                else:
-                    continue
-                self._state.counters.evicted_blocks["cold"] += 1
+                    self._state.ledger.left_cold(key, last=True)
 
     def _tiers(self) -> list[Tier]:
         cold = self.placement.cold
@@ -307,7 +306,7 @@ class Engine:
     def _expire(self, now: float) -> None:
         state = self._state
         for lease in state.leases.expired(now):
-            state.counters.expired_leases[lease.kind] += 1
+            state.ledger.expired(lease)
             self._end(lease, quarantine=True)
         self.prefetcher.expire(now)
         free = [item for item in state.quarantine if item[0] <= now]

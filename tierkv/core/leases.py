@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
@@ -108,6 +109,8 @@ class WriteRecord:
 
     Attributes
     ----------
+    hashes
+        Chain hashes of the whole chain.
     chain
         Published blocks the written ones follow.
     published
@@ -122,6 +125,7 @@ class WriteRecord:
     id: str
     tenant: bytes
     deadline: float
+    hashes: Sequence[bytes]
     drafts: dict[tuple[int, int], Draft]
     chain: list[Entry] = field(default_factory=list)
     published: list[Entry] = field(default_factory=list)

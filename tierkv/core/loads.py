@@ -86,7 +86,6 @@ class Loader:
     ) -> None:
         self._state = state
         self._placement = state.placement
-        self._counters = state.counters
         self._lock = state.lock
         self._room = room
         self._room_wait_s = room_wait_s
@@ -193,9 +192,8 @@ class Loader:
                 slot = None
                 if source > level:
                     entry.arrival = entry.arrival or Arrival(source, load.started, load.ended)
-                    move = f"{self._placement.names[source]}>{self._placement.names[level]}"
-                    self._counters.promoted_blocks[move] += 1
-                    self._counters.promoted_bytes[move] += entry.meta.length
+                    names = self._placement.names
+                    self._state.ledger.promoted(entry, names[source], names[level], load.ended - began)
             return True
         except CorruptBlock as error:
             load.failure = "corrupt"

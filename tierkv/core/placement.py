@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tierkv.core.counters import Counters
 from tierkv.core.fairness import FairOrder
 from tierkv.core.index import Entry, Index
+from tierkv.core.ledger import Ledger
 from tierkv.core.tenants import Tenants
 from tierkv.policy import EvictionPolicy
 from tierkv.storage.tier import Slot, SlotTier, SupportsRecency, Tier
@@ -76,7 +76,7 @@ class Placement:
     """
 
     def __init__(
-        self, memory: Sequence[MemoryTier], cold: Tier | None, index: Index, counters: Counters, tenants: Tenants
+        self, memory: Sequence[MemoryTier], cold: Tier | None, index: Index, ledger: Ledger, tenants: Tenants
     ) -> None:
         self.memory = [
             MemoryLevel(
@@ -91,8 +91,7 @@ class Placement:
         self.names = [m.tier.name for m in self.memory] + ([cold.name] if cold is not None else [])
         self._last = len(self.names) - 1
         self._index = index
-        self._counters = counters
-        self._tenants = tenants
+        self._ledger = ledger
 
     def allocate(self, level: int, length: int, tenant: bytes, *, lossy: bool = False) -> Slot | None:
         """Take a slot for a tenant, evicting others by policy; None when all that could leave is pinned or dirty.
@@ -158,7 +157,7 @@ class Placement:
         self.update_dirty(entry)
         if not entry.levels:
             self._index.drop(entry)
-            self._counters.lost_blocks[reason] += 1
+            self._ledger.removed(entry, reason)
         elif entry.fastest() == self.cold_level:
             if entry.cold_checksum != entry.meta.checksum:
                 entry.meta = entry.meta._replace(checksum=entry.cold_checksum)
@@ -178,14 +177,14 @@ class Placement:
             self._index.purging.add(entry.key)
         entry.levels = 0
         self.update_dirty(entry)
-        self._counters.lost_blocks[reason] += 1
+        self._ledger.removed(entry, reason)
         return in_cold
 
     def damaged(self, entry: Entry, level: int, cause: str) -> None:
         """Count a copy that failed verification and remove it; copies in other tiers are verified on their own."""
         if not entry.levels >> level & 1:
             return
-        self._counters.corrupt_blocks[f"{self.names[level]}/{cause}"] += 1
+        self._ledger.corrupt(entry, self.names[level], cause)
         self._take_out(entry, level)
         self.lost_level(entry, level, "corrupt")
 
@@ -309,13 +308,9 @@ class Placement:
         assert slot is not None
         memory.order.evict(entry)
         memory.order.give(entry.meta.tenant, slot.size)
-        self._counters.evicted_blocks[memory.tier.name] += 1
-        owner = self._tenants.of(entry.meta.tenant)
-        if owner is not None:
-            owner.counters.evicted_blocks[memory.tier.name] += 1
         elsewhere = entry.levels & ~(1 << level) & ((1 << len(self.memory)) - 1)
-        if entry.arrival is not None and not elsewhere:
-            self._counters.wasted_bytes += entry.meta.length
+        self._ledger.evicted(entry, memory.tier.name, unused=entry.arrival is not None and not elsewhere)
+        if not elsewhere:
             entry.arrival = None
         self.lost_level(entry, level, "evicted" if level == self._last else "not_demoted_in_time")
         return slot

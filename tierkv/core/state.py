@@ -10,6 +10,7 @@ from tierkv.core.counters import Counters
 from tierkv.core.index import Index
 from tierkv.core.keying import KeyMemo
 from tierkv.core.leases import Draft, LeaseTable, WriteRecord
+from tierkv.core.ledger import Ledger
 from tierkv.core.placement import Placement
 from tierkv.core.rates import DeliveryRates, PrefillRates
 from tierkv.core.sessions import SessionTable
@@ -62,7 +63,7 @@ class State:
 
     placement: Placement
     index: Index
-    counters: Counters
+    ledger: Ledger
     lock: Lock
     tenants: Tenants
     sessions: SessionTable
@@ -75,6 +76,11 @@ class State:
     waiting: dict[bytes, list[tuple[WriteRecord, Draft]]] = field(default_factory=dict)
     quarantine: list[tuple[float, SlotTier, Slot]] = field(default_factory=list)
     room: Room = field(default_factory=Room)
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since start."""
+        return self.ledger.counters
 
     def namespace(self, name: str) -> NamespaceInfo:
         """Return a registered namespace or raise `NotFound`."""

@@ -23,7 +23,7 @@ class Uses:
         """
         state = self._state
         with state.lock:
-            spec = state.namespace(namespace).spec
+            info = state.namespace(namespace)
             state.placement.memory[-1].order.seen(tenant.id)
             keys = [tenant.block_key(chain_hash, group) for chain_hash in hashes]
             for key in reversed(keys):  # a chain is read head first, and its tail should go first
@@ -32,8 +32,6 @@ class Uses:
                     state.placement.touch(entry, again=True)
             state.placement.touch_cold(keys[::-1])
             if group == 0:
-                tokens = len(hashes) * spec.block_tokens
+                tokens = len(hashes) * info.spec.block_tokens
                 tier = state.placement.memory[-1].tier.name
-                for counters in (state.counters, tenant.counters):
-                    counters.requested_tokens += tokens
-                    counters.hit_tokens[tier] += tokens
+                state.ledger.read(tenant, info.fingerprint, tokens, tier)

@@ -34,6 +34,9 @@ class Reserved:
     grants: tuple[Grant, ...]
 
 
+_Published = tuple[bytes, int, Entry]  # chain hash, level
+
+
 class Writer:
     """Hands out slots and publishes what was written into them.
 
@@ -75,7 +78,7 @@ class Writer:
             raise InvalidRequest(f"blocks [{start}, {stop}) are not within a chain of {len(hashes)}")
         with state.lock:
             info = state.namespace(namespace)
-            lease = WriteRecord(LeaseTable.new_id(), tenant.id, time.monotonic() + ttl_s, {})
+            lease = WriteRecord(LeaseTable.new_id(), tenant.id, time.monotonic() + ttl_s, hashes, {})
             keys = state.keys.of(tenant, hashes)
             lease.chain = self._hold_prefix(keys, info, stop)
             if session:
@@ -132,10 +135,14 @@ class Writer:
             for draft, block in zip(drafts, written, strict=True):
                 draft.meta = draft.meta._replace(checksum=block.checksum)
                 draft.written = True
-            published: list[Entry] = []
+            published: list[_Published] = []
             for draft in sorted(drafts, key=lambda d: d.index):
                 published.extend(self._publish_or_wait(lease, draft))
-            self._computing.published(entry.key for entry in published)
+            if published:
+                hashes, levels, entries = zip(*published, strict=True)
+                tiers = [state.placement.names[level] for level in levels]
+                state.ledger.stored(entries, hashes, tiers)
+                self._computing.published(entry.key for entry in entries)
             if any(map(state.placement.overdue, range(len(state.placement.memory)))):
                 self._wake()
         return len(drafts)
@@ -282,11 +289,11 @@ class Writer:
             raise InvalidRequest(f"block {block.index} has {draft.meta.length} bytes, the commit says {block.length}")
         return draft
 
-    def _publish_or_wait(self, lease: WriteRecord, draft: Draft) -> list[Entry]:
+    def _publish_or_wait(self, lease: WriteRecord, draft: Draft) -> list[_Published]:
         """Publish a written block, and what waited for it, if its own predecessor is published; return them."""
         state = self._state
         index, writing, placement = state.index, state.writing, state.placement
-        published: list[Entry] = []
+        published: list[_Published] = []
         ready = [(lease, draft)]
         while ready:
             owner, block = ready.pop()
@@ -302,12 +309,7 @@ class Writer:
             placement.settle(entry, block.level, block.slot)
             placement.enlist(entry, block.level)
             owner.published.append(entry)
-            published.append(entry)
-            state.counters.stored_blocks += 1
-            state.counters.stored_bytes += meta.length
-            storing = state.tenants.of(meta.tenant)
-            if storing is not None:
-                storing.counters.stored_bytes += meta.length
+            published.append((owner.hashes[block.index], block.level, entry))
             if state.waiting:
                 ready.extend(state.waiting.pop(block.key, ()))
             if owner.closed:

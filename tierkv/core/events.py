@@ -1,0 +1,96 @@
+"""What happened lately, in order: for dashboards, routers and whoever mirrors the index.
+
+Events are numbered without gaps. The latest are kept, so that a reader who was away for a moment misses nothing and one
+who was away for long learns how many it missed. All access happens under the engine's lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["Event", "EventKind", "EventLog"]
+
+EventKind = Literal["stored", "promoted", "demoted", "evicted", "removed", "corrupt", "acquired", "expired"]
+
+
+class Event(NamedTuple):
+    """One thing that happened.
+
+    Attributes
+    ----------
+    sequence
+        Its number, from 1.
+    at
+        Seconds since the epoch.
+    kind
+        ``stored``: blocks were published. ``promoted``, ``demoted``: a tier got a copy. ``evicted``: a tier gave its
+        copy up. ``removed``: blocks are published no more. ``corrupt``: a copy failed verification. ``acquired``: a
+        request was answered. ``expired``: a lease ended by its deadline.
+    tenant
+        Id of the tenant it concerns.
+    namespace
+        Fingerprint; empty where it is about no block.
+    keys
+        Storage keys of the blocks.
+    details
+        What else there is to say, by kind; see docs/wire.md.
+    """
+
+    sequence: int
+    at: float
+    kind: EventKind
+    tenant: bytes
+    namespace: bytes
+    keys: Sequence[bytes]
+    details: Mapping[str, Any]
+
+
+class EventLog:
+    """The latest events.
+
+    Parameters
+    ----------
+    most
+        How many are kept; every key of an event counts as one more.
+    """
+
+    def __init__(self, most: int = 1 << 17) -> None:
+        self._most = most
+        self._size = 0
+        self._events: deque[Event] = deque()
+        self._waiting: list[Future[None]] = []
+        self.last = 0
+
+    def record(
+        self, kind: EventKind, tenant: bytes, namespace: bytes, keys: Sequence[bytes], details: Mapping[str, Any]
+    ) -> None:
+        """Append an event and wake those who wait for one."""
+        self.last += 1
+        self._events.append(Event(self.last, time.time(), kind, tenant, namespace, keys, details))
+        self._size += 1 + len(keys)
+        while self._size > self._most:
+            self._size -= 1 + len(self._events.popleft().keys)
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for woken in waiting:
+                if not woken.done():
+                    woken.set_result(None)
+
+    def since(self, sequence: int, most: int) -> tuple[list[Event], int]:
+        """Return events after `sequence`, at most so many, and how many before them are not kept any more."""
+        oldest = self.last - len(self._events)
+        missed = max(0, oldest - sequence)
+        start = max(sequence, oldest) - oldest
+        return list(islice(self._events, start, start + most)), missed
+
+    def next(self) -> Future[None]:
+        """Return a future that the next event completes."""
+        self._waiting = [future for future in self._waiting if not future.cancelled()]
+        future: Future[None] = Future()
+        self._waiting.append(future)
+        return future
