@@ -293,6 +293,8 @@ class Acquisition:
             refs.append(BlockRef(index, group, tier.name, slot.offset, meta.length, meta.checksum))
             entries.append(entry)
             entry.pins += 1
+            entry.uses += 1
+            entry.used = now
             found = wanted.get((index, group))
             level = found.level if found else entry.arrival.level if entry.arrival else entry.fastest()
             if found is not None and found.load is not None and found.load.ended:

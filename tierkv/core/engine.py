@@ -27,6 +27,7 @@ from tierkv.core.reading import Reader
 from tierkv.core.sessions import Session, SessionTable
 from tierkv.core.state import NamespaceInfo, State
 from tierkv.core.tenants import Tenant, TenantRules, Tenants
+from tierkv.core.trunks import Trunk, fold
 from tierkv.core.uses import Uses
 from tierkv.core.writing import Writer
 from tierkv.errors import InvalidRequest, LimitExceeded, SpecMismatch, TierKVError, Unavailable
@@ -220,6 +221,12 @@ class Engine:
             }
         report["tiers"] = {tier.name: tier.describe() for tier in self._tiers()}
         return report
+
+    def trunks(self, most: int) -> list[Trunk]:
+        """Return the most used trunks of what is in memory, see `tierkv.core.trunks`."""
+        with self._state.lock:
+            entries = self._state.index.all_awake()
+        return fold(entries, most)
 
     def close(self) -> None:
         """End every lease, flush, and close the tiers. Blocks. Idempotent."""

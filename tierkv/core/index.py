@@ -43,6 +43,8 @@ class Entry:
         Set by a promotion, cleared by the first request that uses the block: attributes the hit to where it came from.
     owner
         The session that alone has used the block, `tierkv.core.sessions.SHARED`, or None when nobody said.
+    uses, used
+        Requests that used it since it came into memory, and when one did so last (monotonic seconds).
     withdrawn
         Slots of a block that was deleted under a lease; given back when the last pin goes.
     """
@@ -54,6 +56,8 @@ class Entry:
     cold_checksum: int = 0
     arrival: Arrival | None = None
     owner: object = None
+    uses: int = 0
+    used: float = 0.0
     withdrawn: list[tuple[SlotTier, Slot]] | None = None
 
     def fastest(self) -> int:

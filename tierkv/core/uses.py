@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from tierkv.core.state import State
@@ -29,6 +30,8 @@ class Uses:
             for key in reversed(keys):  # a chain is read head first, and its tail should go first
                 entry = state.index.awake(key)
                 if entry is not None:
+                    entry.uses += 1
+                    entry.used = time.monotonic()
                     state.placement.touch(entry, again=True)
             state.placement.touch_cold(keys[::-1])
             if group == 0:
