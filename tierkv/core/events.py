@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 __all__ = ["Event", "EventKind", "EventLog"]
@@ -78,7 +77,7 @@ class EventLog:
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             for woken in waiting:
-                if not woken.done():
+                if woken.set_running_or_notify_cancel():
                     woken.set_result(None)
 
     def since(self, sequence: int, most: int) -> tuple[list[Event], int]:
@@ -86,11 +85,15 @@ class EventLog:
         oldest = self.last - len(self._events)
         missed = max(0, oldest - sequence)
         start = max(sequence, oldest) - oldest
-        return list(islice(self._events, start, start + most)), missed
+        # By index, which a deque finds from its nearer end: whoever follows the log reads at its end.
+        return [self._events[at] for at in range(start, min(start + most, len(self._events)))], missed
 
-    def next(self) -> Future[None]:
-        """Return a future that the next event completes."""
-        self._waiting = [future for future in self._waiting if not future.cancelled()]
+    def after(self, sequence: int) -> Future[None]:
+        """Return a future that is done as soon as there is an event after `sequence`."""
         future: Future[None] = Future()
-        self._waiting.append(future)
+        if self.last > sequence:
+            future.set_result(None)
+        else:
+            self._waiting = [waiting for waiting in self._waiting if not waiting.cancelled()]
+            self._waiting.append(future)
         return future

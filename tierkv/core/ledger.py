@@ -59,7 +59,7 @@ class Ledger:
         move = f"{source}>{target}"
         self.counters.promoted_blocks[move] += 1
         self.counters.promoted_bytes[move] += entry.meta.length
-        self._about("promoted", entry, {"move": move, "seconds": seconds})
+        self._about("promoted", entry, {"move": move, "parent": entry.meta.parent, "seconds": seconds})
 
     def demoted(self, entries: Sequence[Entry], source: str, target: str) -> None:
         """Copies of blocks arrived in a slower tier."""
@@ -67,7 +67,7 @@ class Ledger:
         self.counters.demoted_blocks[move] += len(entries)
         self.counters.demoted_bytes[move] += sum(entry.meta.length for entry in entries)
         for entry in entries:
-            self._about("demoted", entry, {"move": move})
+            self._about("demoted", entry, {"move": move, "parent": entry.meta.parent})
 
     def evicted(self, entry: Entry, tier: str, *, unused: bool) -> None:
         """A memory tier gave a copy up to make room; `unused`: nobody had used it since it was promoted."""
@@ -85,10 +85,15 @@ class Ledger:
         self.lost.note(entry.key, reason)
         self._about("removed", entry, {"reason": reason})
 
-    def left_cold(self, key: bytes, *, last: bool) -> None:
-        """The cold tier gave a block up to make room; `last`: no other tier has it."""
+    def left_cold(self, key: bytes, entry: Entry | None) -> None:
+        """The cold tier gave a block up to make room; `entry` is None for one that was asleep, and so in no other tier.
+
+        Of such a block nothing but the key is left: nobody can say any more whose it was.
+        """
         self.counters.evicted_blocks["cold"] += 1
-        if last:
+        if entry is not None:
+            self._about("evicted", entry, {"tier": "cold"})
+        else:
             self.counters.lost_blocks["evicted"] += 1
             self.lost.note(key, "evicted")
             self.events.record("removed", b"", b"", [key], {"reason": "evicted"})
@@ -105,15 +110,24 @@ class Ledger:
         requested: int,
         hits: Mapping[str, int],
         missed: Mapping[str, int],
+        saved_s: float,
         waited_s: float,
     ) -> None:
-        """A request was answered: tokens asked for, tokens served by tier, and blocks missed by reason."""
+        """A request was answered: tokens asked for, tokens served by tier, blocks missed by reason, and the seconds of
+        prefill that it saved and of waiting that it cost."""
         self.counters.acquires += 1
+        self.counters.saved_seconds += saved_s
         for counters in (self.counters, tenant.counters):
             counters.requested_tokens += requested
             counters.hit_tokens.update(hits)
         self.counters.missed_blocks.update(missed)
-        details = {"requested_tokens": requested, "hit_tokens": hits, "missed_blocks": missed, "waited_s": waited_s}
+        details = {
+            "requested_tokens": requested,
+            "hit_tokens": hits,
+            "missed_blocks": missed,
+            "saved_s": saved_s,
+            "waited_s": waited_s,
+        }
         self.events.record("acquired", tenant.id, namespace, (), details)
 
     def read(self, tenant: Tenant, namespace: bytes, tokens: int, tier: str) -> None:
@@ -121,7 +135,13 @@ class Ledger:
         for counters in (self.counters, tenant.counters):
             counters.requested_tokens += tokens
             counters.hit_tokens[tier] += tokens
-        details = {"requested_tokens": tokens, "hit_tokens": {tier: tokens}, "missed_blocks": {}, "waited_s": 0.0}
+        details = {
+            "requested_tokens": tokens,
+            "hit_tokens": {tier: tokens},
+            "missed_blocks": {},
+            "saved_s": 0.0,
+            "waited_s": 0.0,
+        }
         self.events.record("acquired", tenant.id, namespace, (), details)
 
     def expired(self, lease: Lease) -> None:

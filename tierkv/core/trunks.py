@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ __all__ = ["Trunk", "fold"]
 
 @dataclass(frozen=True, slots=True)
 class Trunk:
-    """A run of blocks that follow each other without a branch.
+    """A run of blocks that follow each other without a branch, and are used about equally often.
 
     Attributes
     ----------
@@ -52,7 +53,8 @@ class Trunk:
 def fold(entries: Iterable[Entry], most: int) -> list[Trunk]:
     """Return the `most` most used trunks of the blocks of KV group 0, parents before their branches.
 
-    A trunk also ends where its blocks were used less often than those before: there the shared part ends.
+    A trunk also ends where blocks were used less than half as often as its first, or more than twice: there what is
+    shared ends, though its branches have left memory.
     """
     blocks = {entry.key: entry for entry in entries if entry.meta.group == 0}
     children: dict[bytes, list[Entry]] = {}
@@ -69,7 +71,7 @@ def fold(entries: Iterable[Entry], most: int) -> list[Trunk]:
         end, count, nbytes = head, 1, head.meta.length
         while True:
             after = children.get(end.key, [])
-            if len(after) != 1 or after[0].uses != head.uses:
+            if len(after) != 1 or not head.uses <= 2 * after[0].uses <= 4 * head.uses:
                 break
             end = after[0]
             count += 1
@@ -86,14 +88,20 @@ def fold(entries: Iterable[Entry], most: int) -> list[Trunk]:
 
 
 def _best(trunks: list[Trunk], most: int) -> list[Trunk]:
-    """Keep the most used, and of those only the ones whose parents are kept, too."""
-    ranked = sorted(trunks, key=lambda trunk: (-trunk.uses, trunk.depth, -trunk.nbytes))
-    kept: set[str] = set()
+    """Keep the most used, starting from the beginnings of chains, so that every trunk kept has its parent."""
+    branches: dict[str, list[Trunk]] = {}
+    for trunk in trunks:
+        branches.setdefault(trunk.parent, []).append(trunk)
+    reached = [_rank(trunk) for trunk in branches.get("", ())]
+    heapq.heapify(reached)
     chosen: list[Trunk] = []
-    for trunk in ranked:
-        if len(chosen) == most:
-            break
-        if not trunk.parent or trunk.parent in kept:
-            kept.add(trunk.id)
-            chosen.append(trunk)
+    while reached and len(chosen) < most:
+        trunk = heapq.heappop(reached)[-1]
+        chosen.append(trunk)
+        for branch in branches.get(trunk.id, ()):
+            heapq.heappush(reached, _rank(branch))
     return chosen
+
+
+def _rank(trunk: Trunk) -> tuple[int, int, str, Trunk]:
+    return -trunk.uses, -trunk.nbytes, trunk.id, trunk
