@@ -11,13 +11,14 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tierkv.errors import ForeignStore, StorageError, StoreInUse
+from tierkv.errors import ForeignStore, NotFound, StorageError, StoreInUse
 
-__all__ = ["StoreDirectory"]
+__all__ = ["StoreDirectory", "looking_at"]
 
 _MARKER = "tierkv-store.json"
 _LOCK = "tierkv-store.lock"
@@ -26,6 +27,30 @@ _VERSION = 1
 _SEGMENT = re.compile(r"segment-(\d{6,})\.lmdb")
 _LEFTOVER = re.compile(r"segment-\d{6,}\.(new|new-lock)")
 _COMPANION = re.compile(r"(segment-\d{6,})\.(unsynced|lmdb-lock)")
+
+
+@contextmanager
+def looking_at(path: Path) -> Iterator[list[Path]]:
+    """Keep a store from being opened for use while its segment paths are looked at. Writes nothing.
+
+    Raises `NotFound`, `ForeignStore` or `StoreInUse`, or `StorageError` for a directory that cannot be read.
+    """
+    try:
+        if not (path / _MARKER).exists():
+            raise NotFound(f"there is no cold store at {path}", remedy="name the directory that holds its " + _MARKER)
+        _check_marker(path)
+        lock = os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC) if (path / _LOCK).exists() else -1
+        try:
+            if lock >= 0:
+                _lock(lock, path, fcntl.LOCK_SH, "stop that process, or ask it: tierkv inspect URL")
+            yield _segment_paths(path)
+        finally:
+            if lock >= 0:
+                os.close(lock)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"the cold store {path} cannot be read: {error}", remedy="run this as its owner") from error
 
 
 class StoreDirectory:
@@ -69,8 +94,7 @@ class StoreDirectory:
 
     def segment_paths(self) -> list[Path]:
         """Return everything that is named like a segment, by number."""
-        found = [(int(match[1]), entry) for entry in self.path.iterdir() if (match := _SEGMENT.fullmatch(entry.name))]
-        return [entry for _, entry in sorted(found)]
+        return _segment_paths(self.path)
 
     def new_segment_path(self, in_use: Iterable[Path]) -> Path:
         """Return the lowest name that no segment has, nor had one of those in use whose file was taken away."""
@@ -97,33 +121,21 @@ class StoreDirectory:
 
     def _refuse_strangers(self) -> None:
         try:
-            marker = json.loads((self.path / _MARKER).read_bytes())
+            _check_marker(self.path)
         except FileNotFoundError:
             if any(entry.name not in (_LOCK, _MARKER + ".new") for entry in self.path.iterdir()):
                 raise ForeignStore(
                     f"{self.path} is not empty and not a tierkv cold store",
                     remedy=f"choose an empty directory; if it is a store, restore its {_MARKER}",
                 ) from None
-            return
-        except ValueError:
-            marker = None
-        if not isinstance(marker, dict) or (marker.get("format"), marker.get("version")) != (_FORMAT, _VERSION):
-            raise ForeignStore(
-                f"{self.path / _MARKER} is not the marker of a cold store this tierkv knows",
-                remedy="use the tierkv version that made it, or another directory",
-            )
 
     def _claim(self) -> None:
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            _lock(fd, self.path, fcntl.LOCK_EX, "stop that process, or give this one another directory")
+        except StoreInUse:
             os.close(fd)
-            raise StoreInUse(
-                f"the cold store {self.path} is in use by process {holder}",
-                remedy="stop that process, or give this one another directory",
-            ) from None
+            raise
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._lock_fd = fd
@@ -148,3 +160,29 @@ class StoreDirectory:
             ours = orphaned or _LEFTOVER.fullmatch(entry.name) or entry.name == _MARKER + ".new"
             if ours and not entry.is_dir():
                 entry.unlink()
+
+
+def _segment_paths(path: Path) -> list[Path]:
+    found = [(int(match[1]), entry) for entry in path.iterdir() if (match := _SEGMENT.fullmatch(entry.name))]
+    return [entry for _, entry in sorted(found)]
+
+
+def _check_marker(path: Path) -> None:
+    """Raise `ForeignStore` for the marker of something else, `FileNotFoundError` where there is none."""
+    try:
+        marker = json.loads((path / _MARKER).read_bytes())
+    except ValueError:
+        marker = None
+    if not isinstance(marker, dict) or (marker.get("format"), marker.get("version")) != (_FORMAT, _VERSION):
+        raise ForeignStore(
+            f"{path / _MARKER} is not the marker of a cold store this tierkv knows",
+            remedy="use the tierkv version that made it, or another directory",
+        )
+
+
+def _lock(fd: int, path: Path, mode: int, remedy: str) -> None:
+    try:
+        fcntl.flock(fd, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        raise StoreInUse(f"the cold store {path} is in use by process {holder}", remedy=remedy) from None

@@ -35,6 +35,8 @@ __all__ = [
     "family",
     "key",
     "length",
+    "namespace",
+    "payload_length",
     "place",
     "sequence_prefix",
     "sift",
@@ -59,6 +61,12 @@ family = itemgetter(slice(26, 30))
 """Return the name of an entry's family."""
 tenant = itemgetter(slice(4, 12))
 """Return the tenant of a family, out of what it has in common."""
+
+
+namespace = itemgetter(slice(12, 44))
+"""Return the namespace of a family, out of what it has in common."""
+payload_length = itemgetter(slice(48, 56))
+"""Return the payload length in a record, as 8 little-endian bytes."""
 
 
 def encode(key: bytes, meta: BlockMeta, sequence: int, ordinal: int) -> bytes:

@@ -34,7 +34,7 @@ from tierkv.storage.cold.datafile import HEAD_BYTES, PAGE_BYTES, Unusable, check
 from tierkv.storage.cold.trees import check_trees
 from tierkv.storage.tier import BlockMeta, Buffer
 
-__all__ = ["FORMAT_VERSION", "Segment", "footprint", "is_damage", "stored_bytes"]
+__all__ = ["DATABASES", "FORMAT_VERSION", "Segment", "footprint", "is_damage", "read_sequence", "stored_bytes"]
 
 FORMAT_VERSION = 1
 
@@ -47,7 +47,7 @@ _MAX_READERS = 512
 _HEADER = struct.Struct("<8sII")  # magic, format version, sequence
 _MAGIC = b"tierkv\x00s"
 _SEGMENT, _RESERVE = b"segment", b"reserve"
-_NAMES = (b"tierkv.header", b"tierkv.index", b"tierkv.blocks")
+DATABASES = (b"tierkv.header", b"tierkv.index", b"tierkv.blocks")
 _ORDINAL = struct.Struct(">I")
 _FORGOTTEN_AT_ONCE = 128  # records next to each other; they lie on 6 or 7 pages
 _INDEX_BYTES = 256  # of index and tree pages per block, rounded up
@@ -62,6 +62,16 @@ def footprint(size: int) -> int:
 def stored_bytes(container: int) -> int:
     """Return the bytes of a segment that a container of this length takes, in whole pages and with its index."""
     return -(-(container + 16) // PAGE_BYTES) * PAGE_BYTES + _INDEX_BYTES
+
+
+def read_sequence(txn: Any, header: Any) -> int:
+    """Return the sequence number in a segment's header database. Raises `Unusable` for one of another format."""
+    magic, version, sequence = _HEADER.unpack(txn.get(_SEGMENT, db=header) or b"")
+    if magic != _MAGIC:
+        raise Unusable("foreign", "its header is not tierkv's")
+    if version != FORMAT_VERSION:
+        raise Unusable("version", f"its format is {version}, this tierkv knows {FORMAT_VERSION}")
+    return int(sequence)
 
 
 def is_damage(error: Exception) -> bool:
@@ -108,7 +118,7 @@ class Segment:
                 subdir=False,
                 writemap=True,
                 sync=synchronous,
-                max_dbs=len(_NAMES),
+                max_dbs=len(DATABASES),
                 max_readers=_MAX_READERS,
                 mode=0o600,
                 lib_version=0,
@@ -148,11 +158,11 @@ class Segment:
         suspect = marker.exists()
         opened: Segment | None = None
         try:
-            size = check_file(path, _NAMES)
+            size = check_file(path, DATABASES)
             if suspect:
                 verify_tree(path)
             else:
-                check_trees(path, _NAMES)
+                check_trees(path, DATABASES)
             if path.stat().st_blocks * 512 < size:
                 _reserve_space(path, size)
             # Until it has been read whole it is suspect: should LMDB die on it, the next start verifies it first.
@@ -172,17 +182,12 @@ class Segment:
         return opened
 
     def _open_databases(self, *, create: bool) -> None:
-        self._header, self._index, self._blocks = (self._env.open_db(name, create=create) for name in _NAMES)
+        self._header, self._index, self._blocks = (self._env.open_db(name, create=create) for name in DATABASES)
         self._known_heads = self._heads()
 
     def _read_header(self) -> None:
         with self._begin() as txn:
-            value = txn.get(_SEGMENT, db=self._header) or b""
-            magic, version, sequence = _HEADER.unpack(value)
-            if magic != _MAGIC:
-                raise Unusable("foreign", "its header is not tierkv's")
-            if version != FORMAT_VERSION:
-                raise Unusable("version", f"its format is {version}, this tierkv knows {FORMAT_VERSION}")
+            sequence = read_sequence(txn, self._header)
             cursor = txn.cursor(self._blocks)
             last = int.from_bytes(cursor.key(), "big") if cursor.last() else -1
         self.sequence = sequence
@@ -211,8 +216,8 @@ class Segment:
     def check_trees(self) -> None:
         """Raise `Unusable` unless what LMDB follows in the file is sound. Nobody may be writing. Blocks on reads."""
         self.check_place()
-        check_file(self.path, _NAMES)
-        check_trees(self.path, _NAMES, values=True)
+        check_file(self.path, DATABASES)
+        check_trees(self.path, DATABASES, values=True)
 
     def _begin(self, **options: Any) -> Any:
         """Begin a transaction, unless the file was cut short: touching the map would be a SIGBUS (`Unusable`)."""

@@ -1,0 +1,44 @@
+"""`tierkv replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["replay"]
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, plain or .gz: timestamp, input_length, hash_ids.")],
+    policy: Annotated[str | None, typer.Option(help="lru, slru (default), aslru, s3fifo or arc.")] = None,
+    protected: Annotated[float | None, typer.Option(help="slru: protected share, default 0.3.")] = None,
+    ghost: Annotated[float | None, typer.Option(help="slru, s3fifo: capacities of ghosts, default 2 and 1.")] = None,
+    small: Annotated[float | None, typer.Option(help="s3fifo: share of the small queue, default 0.1.")] = None,
+    capacity: Annotated[str | None, typer.Option(help="Share of the trace's distinct blocks, default 5%.")] = None,
+    capacity_blocks: Annotated[int | None, typer.Option(min=1, help="Capacity in blocks instead.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Replay the tiers of this configuration instead.")
+    ] = None,
+    end_hints: Annotated[bool, typer.Option("--end-hints", help="Retire a session's own blocks at its end.")] = False,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block of the trace.")] = 512,
+    bytes_per_token: Annotated[int, typer.Option(min=1, help="KV of one token; default: an 8B model.")] = 131072,
+    prefill: Annotated[float, typer.Option(min=1, help="Tokens the engine prefills per second.")] = 8000,
+    hot_gbps: Annotated[float, typer.Option(min=0.001, help="Gigabytes per second from the hot tier.")] = 400,
+    warm_gbps: Annotated[float, typer.Option(min=0.001, help="The same from the warm tier.")] = 20,
+    cold_gbps: Annotated[float, typer.Option(min=0.001, help="The same from the cold tier.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Replay a trace of requests: what a policy, or the tiers of a configuration, would have found."""
+    from tierkv.replay.command import choose_policy, choose_tiers, run_command
+
+    given = {"protected": protected, "ghost": ghost, "small": small}
+    parameters = {name: value for name, value in given.items() if value is not None}
+    if config is None:
+        choice = choose_policy(policy, parameters, capacity, capacity_blocks)
+    else:
+        bandwidths = {"hot": hot_gbps * 1e9, "warm": warm_gbps * 1e9, "cold": cold_gbps * 1e9}
+        unused = (policy, capacity, capacity_blocks, *given.values())
+        choice = choose_tiers(config, unused, bytes_per_token, prefill, bandwidths)
+    run_command(trace, block_tokens, choice, end_hints=end_hints, as_json=as_json)

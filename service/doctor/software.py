@@ -1,0 +1,130 @@
+"""Python, packages, the GPU and what drives it, the clock."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from tierkv.config import Config
+from tierkv.service.doctor.finding import Finding, fail, ok, warn
+
+__all__ = ["check", "in_range"]
+
+_DISTRIBUTION = "tierkv-cache"
+_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(\[.*?\])?(?P<bounds>[^;]*)(?P<marker>;.*)?")
+_BOUND = re.compile(r"(?P<sign>>=|<=|<|>|==)\s*(?P<version>[\d.]+)")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
+_TIMEX_BYTES = 256  # struct timex has 208
+
+
+def check(config: Config) -> Iterator[Finding]:
+    """Check what is installed."""
+    yield ok("python", sys.version.split()[0])
+    yield _packages()
+    yield from _gpu(config)
+    yield from _clocks()
+
+
+def in_range(version: str, bounds: str) -> bool:
+    """Say whether a version is within bounds such as ``>=3.10,<4``. Only the numbers of a release are compared."""
+    for bound in _BOUND.finditer(bounds):
+        difference = _compare(_numbers(version), _numbers(bound["version"]))
+        wanted = {">=": difference >= 0, "<=": difference <= 0, "<": difference < 0, ">": difference > 0}
+        if not wanted.get(bound["sign"], difference == 0):
+            return False
+    return True
+
+
+def _packages() -> Finding:
+    remedy = f"pip install --upgrade {_DISTRIBUTION}"
+    try:
+        required = metadata.requires(_DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return warn("packages", f"{_DISTRIBUTION} is not installed: its requirements are not known", remedy)
+    wrong = []
+    for requirement in required:
+        match = _REQUIREMENT.fullmatch(requirement)
+        if match is None or "extra" in (match["marker"] or ""):
+            continue
+        found = _installed(match["name"])
+        if not found:
+            wrong.append(f"{match['name']} is missing")
+        elif not in_range(found, match["bounds"]):
+            wrong.append(f"{match['name']} is {found}, not {match['bounds'].strip()}")
+    return fail("packages", "; ".join(wrong), remedy) if wrong else ok("packages", "all within their ranges")
+
+
+def _gpu(config: Config) -> Iterator[Finding]:
+    versions = {name: _installed(name) for name in ("torch", "triton")}
+    versions["cupy"] = next((v for n in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if (v := _installed(n))), "")
+    told = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    install = f"pip install '{_DISTRIBUTION}[gpu]'"
+    driver = _DRIVER.exists()
+    if not config.hot.capacity:
+        yield ok("gpu", f"no hot tier is configured ({told}; {'a' if driver else 'no'} NVIDIA driver)")
+        return
+    if not versions["torch"]:
+        yield fail("gpu", f"the hot tier needs torch ({told})", install)
+        return
+    if config.hot.device == "cpu" or (config.hot.device == "auto" and not driver):
+        yield ok("gpu", f"the hot tier lies in ordinary memory ({told})")
+        return
+    yield _device(config.hot.device, told)
+    missing = [name for name in ("triton", "cupy") if not versions[name]]
+    if missing:
+        yield warn("gpu-packages", f"{' and '.join(missing)} missing: blocks move slower to and from the GPU", install)
+
+
+def _device(device: str, told: str) -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return fail(
+            "gpu", f"torch finds no usable GPU ({told})", "check the driver with nvidia-smi, or use a CUDA torch"
+        )
+    index = int(device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        return fail("gpu", f"there is no {device}, only {torch.cuda.device_count()} GPUs", "set hot.device")
+    free, total = torch.cuda.mem_get_info(index)
+    return ok("gpu", f"{torch.cuda.get_device_name(index)}, {free >> 20} of {total >> 20} MiB free ({told})")
+
+
+def _clocks() -> Iterator[Finding]:
+    clock = time.get_clock_info("monotonic")
+    if not clock.monotonic or clock.resolution > 1e-3:
+        yield fail("clock", f"the monotonic clock steps by {clock.resolution} s", "leases need better than 1 ms")
+    else:
+        yield ok("clock", f"monotonic, {clock.implementation}")
+    try:
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    except (OSError, AttributeError):
+        return
+    if state == _UNSYNCHRONISED:
+        told = "the wall clock is not synchronised: only the times of log lines depend on it"
+        yield warn("wall-clock", told, "run chrony or systemd-timesyncd on the host")
+    elif state >= 0:
+        yield ok("wall-clock", "synchronised")
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _numbers(version: str) -> list[int]:
+    release = re.match(r"[\d.]*", version)
+    return [int(part) for part in release[0].split(".") if part] if release else []
+
+
+def _compare(one: list[int], other: list[int]) -> int:
+    length = max(len(one), len(other))
+    padded = [numbers + [0] * (length - len(numbers)) for numbers in (one, other)]
+    return (padded[0] > padded[1]) - (padded[0] < padded[1])
