@@ -28,6 +28,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
         (sys.executable, "benchmarks/dump_kv.py", "{scratch}/smollm2.npy"),
         (*TIERKV, "bench", "codec", "--input", "{scratch}/smollm2.npy"),
     ),
+    "wire": ((*TIERKV, "bench", "wire"),),
     "layouts": ((sys.executable, "benchmarks/lmdb_layouts.py"),),
 }
 

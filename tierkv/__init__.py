@@ -48,21 +48,42 @@ def open(
     return open_cache(config, tenant)
 
 
-def connect(url: str, *, tenant: str = "default", timeout_s: float = 5.0) -> Cache:
+def connect(
+    url: str,
+    *,
+    tenant: str | None = None,
+    token: str | None = None,
+    ca: str | os.PathLike[str] | None = None,
+    timeout_s: float = 5.0,
+    fail_open: bool = False,
+    extra_s: float = 0.05,
+) -> Cache:
     """Connect to a daemon.
 
     Parameters
     ----------
     url
-        ``unix:///path/to/socket`` or ``http://127.0.0.1:port``. Over a Unix socket block bytes move through shared
-        memory, over TCP as HTTP bodies.
+        ``unix:///path/to/socket``, ``http://127.0.0.1:port`` or ``https://host:port``. Over a Unix socket block bytes
+        move through shared memory, over TCP as HTTP bodies.
     tenant
-        Whose blocks this cache sees.
+        Whose blocks this cache sees; None: the token's tenant, or ``default``.
+    token
+        What a daemon that has tokens asks for; None: what the environment variable ``TIERKV_TOKEN`` holds, if anything.
+    ca
+        PEM file of the authority that signed the daemon's certificate; None: those this machine trusts.
     timeout_s
         Longest time to wait for an answer beyond the waiting a call itself asks for, in seconds.
+    fail_open
+        Return a `tierkv.client.failopen.FailOpenCache`: every failure is a miss, whether there is a daemon or not.
+    extra_s
+        With `fail_open`: longest time of a call beyond the waiting that it asks for, in seconds, whatever happens.
 
     Raises `InvalidRequest` for a URL of another form and `Unavailable` when no daemon answers. Blocks for one request.
     """
+    if fail_open:
+        from tierkv.client.failopen import FailOpenCache
+
+        return FailOpenCache.connect(url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s, extra_s=extra_s)
     from tierkv.client import connect as connect_client
 
-    return connect_client(url, tenant=tenant, timeout_s=timeout_s)
+    return connect_client(url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s)

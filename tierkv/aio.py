@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from tierkv.cache import (
     BlockRef,
@@ -39,20 +39,33 @@ from tierkv.cache import (
     WriteLease,
 )
 from tierkv.errors import CorruptBlock, Unavailable
+from tierkv.pools import Pools
 from tierkv.spec import KVSpec
 
 __all__ = ["AsyncCache", "AsyncComputeLease", "AsyncReadLease", "AsyncTicket", "AsyncWriteLease", "connect"]
 
-T = TypeVar("T")
-_WAITING_THREADS = 32
-_QUICK_THREADS = 4
 
+async def connect(
+    url: str,
+    *,
+    tenant: str | None = None,
+    token: str | None = None,
+    ca: str | os.PathLike[str] | None = None,
+    timeout_s: float = 5.0,
+    fail_open: bool = False,
+    extra_s: float = 0.05,
+) -> AsyncCache:
+    """Connect to a daemon. Parameters and errors as `tierkv.connect`; failing open a `FailOpenAsyncCache`."""
+    if fail_open:
+        from tierkv.client.failopen_aio import FailOpenAsyncCache
 
-async def connect(url: str, *, tenant: str = "default", timeout_s: float = 5.0) -> AsyncCache:
-    """Connect to a daemon. Parameters and errors as `tierkv.connect`."""
+        return await FailOpenAsyncCache.connect(
+            url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s, extra_s=extra_s
+        )
     from tierkv.client import connect as connect_client
 
-    return AsyncCache(await asyncio.to_thread(connect_client, url, tenant=tenant, timeout_s=timeout_s))
+    made = await asyncio.to_thread(connect_client, url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s)
+    return AsyncCache(made)
 
 
 def _give_up(lease: ReadLease) -> None:
@@ -62,50 +75,6 @@ def _give_up(lease: ReadLease) -> None:
     lease.release()
 
 
-class _Threads:
-    """Two pools: calls that wait for others must not take the threads on which those others finish."""
-
-    def __init__(self) -> None:
-        self._waiting = ThreadPoolExecutor(_WAITING_THREADS, "tierkv-aio-waiting")
-        self._quick = ThreadPoolExecutor(_QUICK_THREADS, "tierkv-aio")
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Run a call that is over soon. Cancelled before a thread has taken it, it does not run at all."""
-        return await asyncio.wrap_future(self._submit(self._quick, work))
-
-    async def finish(self, work: Callable[[], T]) -> T:
-        """Run a call that must take place even if the caller is cancelled."""
-        return await asyncio.shield(asyncio.wrap_future(self._submit(self._quick, work)))
-
-    async def wait(self, work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-        """Run a call that may wait. If the caller is cancelled meanwhile, `undo` gets its result."""
-        job = self._submit(self._waiting, work)
-        try:
-            return await asyncio.wrap_future(job)
-        except asyncio.CancelledError:
-            if undo is not None:
-                # Called by the thread that finishes the job, or right here if it is finished: never undo here.
-                job.add_done_callback(lambda done: self._undo(done, undo))
-            raise
-
-    def close(self) -> None:
-        """Take no more calls; those that run go on."""
-        self._waiting.shutdown(wait=False)
-        self._quick.shutdown(wait=False)
-
-    def _undo(self, done: Future[T], undo: Callable[[T], None]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            with contextlib.suppress(Unavailable):  # closed: the leases are gone with their cache
-                self._submit(self._quick, partial(undo, done.result()))
-
-    @staticmethod
-    def _submit(pool: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
-        try:
-            return pool.submit(work)
-        except RuntimeError:
-            raise Unavailable("this client is closed", remedy="connect again") from None
-
-
 class AsyncCache:
     """`tierkv.cache.Cache` for asyncio. Methods not described here are as there.
 
@@ -113,21 +82,23 @@ class AsyncCache:
     ----------
     cache
         Embedded or connected; owned by this object from now on.
+    pools
+        Where its calls are made; owned as well.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, pools: Pools | None = None) -> None:
         self._cache = cache
-        self._threads = _Threads()
+        self._pools = pools or Pools()
 
     async def register(self, spec: KVSpec) -> str:
-        return await self._threads.run(partial(self._cache.register, spec))
+        return await self._pools.run(partial(self._cache.register, spec))
 
     async def lookup(self, chain: Chain) -> Hit:
-        return await self._threads.run(partial(self._cache.lookup, chain))
+        return await self._pools.run(partial(self._cache.lookup, chain))
 
     async def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> AsyncTicket:
         work = partial(self._cache.prefetch, chain, deadline_s=deadline_s)
-        return AsyncTicket(await self._threads.run(work), self._threads)
+        return AsyncTicket(await self._pools.run(work), self._pools)
 
     async def acquire(
         self,
@@ -163,13 +134,13 @@ class AsyncCache:
                 raise
             return lease
 
-        return AsyncReadLease(await self._threads.wait(work, _give_up), self._threads)
+        return AsyncReadLease(await self._pools.wait(work, _give_up), self._pools)
 
     async def read_into(
         self, chain: Chain, index: int, out: memoryview, *, group: int = 0, wait_s: float = 0.0
     ) -> bool:
         work = partial(self._cache.read_into, chain, index, out, group=group, wait_s=wait_s)
-        return await self._threads.wait(work)
+        return await self._pools.wait(work)
 
     async def reserve(
         self,
@@ -182,37 +153,37 @@ class AsyncCache:
         session: str = "",
     ) -> AsyncWriteLease:
         work = partial(self._cache.reserve, chain, start=start, stop=stop, wait_s=wait_s, ttl_s=ttl_s, session=session)
-        return AsyncWriteLease(await self._threads.wait(work, lambda lease: lease.abort()), self._threads)
+        return AsyncWriteLease(await self._pools.wait(work, lambda lease: lease.abort()), self._pools)
 
     async def pin(self, chain: Chain, ttl_s: float) -> Pinned:
-        return await self._threads.run(partial(self._cache.pin, chain, ttl_s))
+        return await self._pools.run(partial(self._cache.pin, chain, ttl_s))
 
     async def unpin(self, chain: Chain) -> int:
-        return await self._threads.run(partial(self._cache.unpin, chain))
+        return await self._pools.run(partial(self._cache.unpin, chain))
 
     async def end_session(self, namespace: str, session: str) -> int:
-        return await self._threads.run(partial(self._cache.end_session, namespace, session))
+        return await self._pools.run(partial(self._cache.end_session, namespace, session))
 
     async def pause_session(self, namespace: str, session: str, expected_s: float) -> int:
-        return await self._threads.run(partial(self._cache.pause_session, namespace, session, expected_s))
+        return await self._pools.run(partial(self._cache.pause_session, namespace, session, expected_s))
 
     async def delete(self, chain: Chain) -> int:
-        return await self._threads.run(partial(self._cache.delete, chain))
+        return await self._pools.run(partial(self._cache.delete, chain))
 
     async def clear(self, namespace: str) -> int:
-        return await self._threads.wait(partial(self._cache.clear, namespace))
+        return await self._pools.wait(partial(self._cache.clear, namespace))
 
     async def flush(self) -> None:
-        await self._threads.wait(self._cache.flush)
+        await self._pools.wait(self._cache.flush)
 
     async def stats(self) -> dict[str, Any]:
-        return await self._threads.run(self._cache.stats)
+        return await self._pools.run(self._cache.stats)
 
     async def close(self) -> None:
         """Close the cache. Idempotent; calls that are still waiting end with their result or `Unavailable`."""
         with contextlib.suppress(Unavailable):
-            await self._threads.finish(self._cache.close)
-        self._threads.close()
+            await self._pools.finish(self._cache.close)
+        self._pools.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -226,36 +197,36 @@ class AsyncCache:
 class AsyncTicket:
     """`tierkv.cache.Ticket` for asyncio."""
 
-    def __init__(self, ticket: Ticket, threads: _Threads) -> None:
+    def __init__(self, ticket: Ticket, pools: Pools) -> None:
         self.id = ticket.id
         self._ticket = ticket
-        self._threads = threads
+        self._pools = pools
 
     async def progress(self) -> TicketProgress:
-        return await self._threads.run(self._ticket.progress)
+        return await self._pools.run(self._ticket.progress)
 
     async def wait(self, wait_s: float, *, groups: int | None = None) -> TicketProgress:
-        return await self._threads.wait(partial(self._ticket.wait, wait_s, groups=groups))
+        return await self._pools.wait(partial(self._ticket.wait, wait_s, groups=groups))
 
     async def cancel(self) -> None:
-        await self._threads.finish(self._ticket.cancel)
+        await self._pools.finish(self._ticket.cancel)
 
 
 class AsyncComputeLease:
     """`tierkv.cache.ComputeLease` for asyncio, with the same attributes."""
 
-    def __init__(self, lease: ComputeLease, threads: _Threads) -> None:
+    def __init__(self, lease: ComputeLease, pools: Pools) -> None:
         self.id: str = lease.id
         self.start: int = lease.start
         self.stop: int = lease.stop
         self._lease = lease
-        self._threads = threads
+        self._pools = pools
 
     async def renew(self, compute_s: float) -> None:
-        await self._threads.run(partial(self._lease.renew, compute_s))
+        await self._pools.run(partial(self._lease.renew, compute_s))
 
     async def release(self) -> None:
-        await self._threads.finish(self._lease.release)
+        await self._pools.finish(self._lease.release)
 
     async def __aenter__(self) -> Self:
         return self
@@ -270,7 +241,7 @@ class AsyncComputeLease:
 class AsyncReadLease:
     """`tierkv.cache.ReadLease` for asyncio, with the same attributes."""
 
-    def __init__(self, lease: ReadLease, threads: _Threads) -> None:
+    def __init__(self, lease: ReadLease, pools: Pools) -> None:
         self.id: str = lease.id
         self.blocks: tuple[BlockRef, ...] = lease.blocks
         self.hit_blocks: int = lease.hit_blocks
@@ -281,10 +252,10 @@ class AsyncReadLease:
         self.saved_s: float = lease.saved_s
         self.waited_s: float = lease.waited_s
         self.choice: LoadChoice = lease.choice
-        self.compute: AsyncComputeLease | None = AsyncComputeLease(lease.compute, threads) if lease.compute else None
+        self.compute: AsyncComputeLease | None = AsyncComputeLease(lease.compute, pools) if lease.compute else None
         self.computed_elsewhere: bool = lease.computed_elsewhere
         self._lease = lease
-        self._threads = threads
+        self._pools = pools
 
     def view(self, index: int, group: int = 0) -> memoryview:
         """As `ReadLease.view`: a checksum over memory, microseconds per block."""
@@ -292,13 +263,13 @@ class AsyncReadLease:
 
     async def read_into(self, index: int, out: memoryview, group: int = 0) -> None:
         """As `ReadLease.read_into`. If the caller is cancelled, `out` may still be written to for a moment."""
-        await self._threads.run(partial(self._lease.read_into, index, out, group))
+        await self._pools.run(partial(self._lease.read_into, index, out, group))
 
     async def renew(self, ttl_s: float) -> None:
-        await self._threads.run(partial(self._lease.renew, ttl_s))
+        await self._pools.run(partial(self._lease.renew, ttl_s))
 
     async def release(self) -> None:
-        await self._threads.finish(self._lease.release)
+        await self._pools.finish(self._lease.release)
 
     async def __aenter__(self) -> Self:
         return self
@@ -313,11 +284,11 @@ class AsyncReadLease:
 class AsyncWriteLease:
     """`tierkv.cache.WriteLease` for asyncio, with the same attributes."""
 
-    def __init__(self, lease: WriteLease, threads: _Threads) -> None:
+    def __init__(self, lease: WriteLease, pools: Pools) -> None:
         self.id: str = lease.id
         self.grants: tuple[Grant, ...] = lease.grants
         self._lease = lease
-        self._threads = threads
+        self._pools = pools
 
     @property
     def granted(self) -> tuple[Grant, ...]:
@@ -329,17 +300,17 @@ class AsyncWriteLease:
         return self._lease.buffer(index, group)
 
     async def write(self, index: int, payload: bytes | bytearray | memoryview, group: int = 0) -> None:
-        await self._threads.run(partial(self._lease.write, index, payload, group))
+        await self._pools.run(partial(self._lease.write, index, payload, group))
 
     async def commit(self, indices: Iterable[int] | None = None) -> int:
         """As `WriteLease.commit`. If the caller is cancelled meanwhile, the blocks may be published all the same."""
-        return await self._threads.run(partial(self._lease.commit, indices))
+        return await self._pools.run(partial(self._lease.commit, indices))
 
     async def renew(self, ttl_s: float) -> None:
-        await self._threads.run(partial(self._lease.renew, ttl_s))
+        await self._pools.run(partial(self._lease.renew, ttl_s))
 
     async def abort(self) -> None:
-        await self._threads.finish(self._lease.abort)
+        await self._pools.finish(self._lease.abort)
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,13 +6,12 @@ doubt the caller asks the cache. So that eviction still knows what is used, uses
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-import numpy as np
-import xxhash
-
+from tierkv.copying import copy_and_sum
 from tierkv.errors import BodyMismatch
 from tierkv.keys import block_key
 from tierkv.storage.directory import DirectoryReader
@@ -49,9 +48,8 @@ class DirectReader:
             return False
         if place.length > len(out):
             raise BodyMismatch(f"a block of {place.length} bytes does not fit a buffer of {len(out)}")
-        target = np.frombuffer(out, np.uint8, place.length)
-        np.copyto(target, np.frombuffer(self._slots, np.uint8, place.length, place.offset))
-        return xxhash.xxh3_64_intdigest(target.data) == place.checksum
+        source = self._slots[place.offset : place.offset + place.length]
+        return copy_and_sum(out[: place.length], source) == place.checksum
 
 
 class UseLog:
@@ -66,6 +64,10 @@ class UseLog:
 
     def __init__(self, report: Callable[[str, int, Sequence[bytes]], None]) -> None:
         self._report = report
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
         self._lock = Lock()
         self._uses: dict[tuple[str, int], list[bytes]] = {}
         self._count = 0
@@ -74,6 +76,8 @@ class UseLog:
     def note(self, namespace: str, group: int, chain_hash: bytes) -> None:
         """Note one use."""
         now = time.monotonic()
+        if self._pid != os.getpid():  # forked: the lock may be another thread's for ever, and the uses are the parent's
+            self._begin()
         with self._lock:
             if not self._count:
                 self._since = now
@@ -85,6 +89,8 @@ class UseLog:
 
     def flush(self) -> None:
         """Report what was noted."""
+        if self._pid != os.getpid():
+            self._begin()
         with self._lock:
             uses, self._uses, self._count = self._uses, {}, 0
         for (namespace, group), hashes in uses.items():

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
 import xxhash
 
 from tierkv.cache import (
@@ -25,6 +24,7 @@ from tierkv.cache import (
     WriteLease,
     Written,
 )
+from tierkv.copying import copy_and_sum
 from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, LeaseLost
 
 Buffer = bytes | bytearray | memoryview
@@ -95,20 +95,18 @@ class LeasedReader(ReadLease):
     def view(self, index: int, group: int = 0) -> memoryview:
         ref = self._ref(index, group)
         data = self._plane.view(ref).toreadonly()
-        self._verify(data, ref)
+        self._compare(xxhash.xxh3_64_intdigest(data), ref)
         return data
 
     def read_into(self, index: int, out: memoryview, group: int = 0) -> None:
         ref = self._ref(index, group)
         if len(out) < ref.length:
             raise BodyMismatch(f"a block of {ref.length} bytes does not fit a buffer of {len(out)}")
-        target = out[: ref.length]
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(self._plane.view(ref), np.uint8))
-        self._verify(target, ref)
+        self._compare(copy_and_sum(out[: ref.length], self._plane.view(ref)), ref)
 
     def renew(self, ttl_s: float) -> None:
         asked = time.monotonic()
-        self._check_live()
+        self.check_live()
         self._deadline = asked + (self._plane.renew(self.id, ttl_s) if self.id else ttl_s)
 
     def release(self) -> None:
@@ -120,20 +118,20 @@ class LeasedReader(ReadLease):
                 self._plane.release(self.id, self._corrupt)
 
     def _ref(self, index: int, group: int) -> BlockRef:
-        self._check_live()
+        self.check_live()
         try:
             return self._refs[index, group]
         except KeyError:
             raise InvalidRequest(f"block {index} of group {group} is not part of this lease") from None
 
-    def _check_live(self) -> None:
+    def check_live(self) -> None:
+        """Raise `LeaseLost` if the lease has ended."""
         if self._released or time.monotonic() >= self._deadline:
             raise LeaseLost("the read lease has ended", remedy="acquire again, with a longer ttl_s")
 
-    def _verify(self, data: memoryview, ref: BlockRef) -> None:
-        matches = xxhash.xxh3_64_intdigest(data) == ref.checksum
-        self._check_live()  # after the deadline the memory may be somebody else's: not this block's damage
-        if not matches:
+    def _compare(self, checksum: int, ref: BlockRef) -> None:
+        self.check_live()  # after the deadline the memory may be somebody else's: not this block's damage
+        if checksum != ref.checksum:
             self._corrupt.append((ref.index, ref.group))
             raise CorruptBlock(
                 f"block {ref.index} of group {ref.group} in the {ref.tier} tier does not match its checksum",
@@ -197,8 +195,7 @@ class LeasedWriter(WriteLease):
         slot = self.buffer(index, group)
         if memoryview(payload).nbytes != len(slot):
             raise BodyMismatch(f"{memoryview(payload).nbytes} bytes do not fill a block of {len(slot)}")
-        np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(payload, np.uint8))
-        self._sums[index, group] = xxhash.xxh3_64_intdigest(slot)
+        self._sums[index, group] = copy_and_sum(slot, payload)
 
     def commit(self, indices: Iterable[int] | None = None) -> int:
         self._check_live()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import numpy as np
 from aiohttp import StreamReader, web
@@ -17,12 +17,14 @@ from tierkv.wire import FRAME_BYTES, FRAME_TYPE, Frame, pack_frame, unpack_frame
 
 __all__ = ["ROUTES"]
 
-# Large enough to amortise a write, small enough not to be copied into a huge buffer when the socket is full.
+# Large enough to amortise a call, small enough to stay in the processor's cache and not to fill a huge send buffer.
+_PIECE = 512 << 10
 _CHUNK = 1 << 20
 
 
 async def get(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
+    context.namespace(request)
     message = parse(BlocksRequest, await context.message(request))
     reader, tenant = context.engine.reader, context.tenant(request)
     refs = _chosen(reader.refs(tenant, message.lease), message.blocks)
@@ -31,20 +33,18 @@ async def get(request: web.Request) -> web.StreamResponse:
     response.content_type = FRAME_TYPE
     response.content_length = sum(FRAME_BYTES + ref.length for ref in refs)
     await response.prepare(request)
-    for ref, view in zip(refs, views, strict=True):
-        await response.write(pack_frame(Frame(ref.index, ref.group, ref.length, ref.checksum)))
-        for start in range(0, ref.length, _CHUNK):
-            # A copy, taken before the lease is looked at: what the socket does not take at once may outlive the lease.
-            chunk = bytes(view[start : start + _CHUNK])
-            try:
-                reader.refs(tenant, message.lease)
-            except LeaseLost:
-                # The reader was so slow that its lease has ended: the memory may hold another tenant's block by now.
-                response.force_close()
-                if request.transport is not None:
-                    request.transport.abort()
-                return response
-            await response.write(chunk)
+    for parts in _pieces(refs, views):
+        # A copy, taken before the lease is looked at: what the socket does not take at once may outlive the lease.
+        piece = b"".join(parts)
+        try:
+            reader.refs(tenant, message.lease)
+        except LeaseLost:
+            # The reader was so slow that its lease has ended: the memory may hold another tenant's block by now.
+            response.force_close()
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        await response.write(piece)
     await response.write_eof()
     return response
 
@@ -66,7 +66,7 @@ async def put(request: web.Request) -> web.Response:
     written: list[Written] = []
     remaining = request.content_length
     while remaining:
-        frame = unpack_frame(await _read(request.content, min(FRAME_BYTES, remaining)))
+        frame = unpack_frame(b"".join([part async for part in _chunks(request.content, min(FRAME_BYTES, remaining))]))
         grant = grants.pop((frame.index, frame.group), None)
         if grant is None:
             raise InvalidRequest(f"block {frame.index} of group {frame.group} is not open under this lease")
@@ -75,14 +75,16 @@ async def put(request: web.Request) -> web.Response:
             raise BodyMismatch(f"block {frame.index} announces {frame.length} bytes where {grant.length} are due")
         if remaining < 0:
             raise BodyMismatch(f"block {frame.index} announces more bytes than the rest of the body has")
-        payload = await _read(request.content, frame.length)
-        # Not straight into the slot: while the body arrives the lease may end and the slot become another block's. From
-        # here on nothing else runs until the bytes are in place.
-        if not writer.holds(tenant, lease, grant):
-            raise LeaseLost(
-                "the lease ended before its blocks had arrived", remedy="reserve again, with a longer ttl_s"
-            )
-        np.copyto(np.frombuffer(_memory(context.engine, grant), np.uint8), np.frombuffer(payload, np.uint8))
+        slot, at = np.frombuffer(_memory(context.engine, grant), np.uint8), 0
+        async for chunk in _chunks(request.content, frame.length):
+            # While the body arrives the lease may end and the slot become another block's. Between this look and the
+            # copy nothing else runs.
+            if not writer.holds(tenant, lease, grant):
+                raise LeaseLost(
+                    "the lease ended before its blocks had arrived", remedy="reserve again, with a longer ttl_s"
+                )
+            slot[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+            at += len(chunk)
         written.append(Written(frame.index, frame.group, frame.length, frame.checksum))
     accepted = await context.in_thread(writer.commit, tenant, lease, written)
     return context.answer(request, {"accepted": accepted})
@@ -101,24 +103,39 @@ def _chosen(refs: tuple[BlockRef, ...], wanted: Sequence[tuple[int, int]] | None
         ) from None
 
 
+def _pieces(refs: Sequence[BlockRef], views: Sequence[memoryview]) -> Iterator[list[bytes | memoryview]]:
+    """Cut the frames of blocks into pieces of `_PIECE` bytes or a little more."""
+    parts: list[bytes | memoryview] = []
+    size = 0
+    for ref, view in zip(refs, views, strict=True):
+        parts.append(pack_frame(Frame(ref.index, ref.group, ref.length, ref.checksum)))
+        for start in range(0, ref.length, _PIECE):
+            part = view[start : start + _PIECE]
+            parts.append(part)
+            size += len(part)
+            if size >= _PIECE:
+                yield parts
+                parts, size = [], 0
+    if parts:
+        yield parts
+
+
 def _memory(engine: Engine, block: BlockRef | Grant) -> memoryview:
     tier = next(m.tier for m in engine.placement.memory if m.tier.name == block.tier)
     return tier.view(Slot(block.offset, block.length), block.length)
 
 
-async def _read(stream: StreamReader, size: int) -> bytearray:
-    data = bytearray(size)
-    target, at = memoryview(data), 0
-    while at < size:
-        chunk = await stream.read(min(_CHUNK, size - at))
+async def _chunks(stream: StreamReader, size: int) -> AsyncIterator[bytes]:
+    """Yield the next `size` bytes of a body as they arrive."""
+    while size:
+        chunk = await stream.read(min(_CHUNK, size))
         if not chunk:
             raise BodyMismatch(
                 "the body ended before the announced bytes had arrived",
                 remedy="nothing of it was published; send it again",
             )
-        target[at : at + len(chunk)] = chunk
-        at += len(chunk)
-    return data
+        size -= len(chunk)
+        yield chunk
 
 
 ROUTES = [web.post("/v1/{ns}/blocks:get", get), web.post("/v1/{ns}/blocks:put", put)]

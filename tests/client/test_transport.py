@@ -401,7 +401,8 @@ def test_after_a_burst_few_connections_are_kept(start: Start) -> None:
     [
         "",
         "localhost:80",
-        "https://localhost",
+        "https://",
+        "https://user@localhost",
         "http://",
         "http://localhost:port",
         "http://localhost:99999",

@@ -6,6 +6,9 @@ import contextlib
 import http.client
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
 
 from tierkv.cache import BlockRef, Grant, Written
 from tierkv.client.transport import Transport
@@ -15,6 +18,11 @@ from tierkv.storage.shm import MappedSegment
 from tierkv.wire import FRAME_BYTES, FRAME_TYPE, MSGPACK_TYPE, Frame, encode, pack_frame, pack_written, unpack_frame
 
 __all__ = ["Attachment", "BodyPlane", "Mapped", "SharedPlane"]
+
+
+_SLAB_BYTES = (
+    16 << 20
+)  # large pages are for large allocations only; without them touching memory costs more than a copy
 
 
 class _LeaseCalls:
@@ -113,21 +121,30 @@ class SharedPlane(_LeaseCalls):
 class BodyPlane(_LeaseCalls):
     """Blocks in this process's own memory, fetched and sent as frames: all of a lease's blocks in one request."""
 
-    def __init__(self, transport: Transport, path: str, lease_id: str, blocks: Sequence[BlockRef] = ()) -> None:
+    def __init__(
+        self, transport: Transport, path: str, lease_id: str, blocks: Sequence[BlockRef] = (), granted_bytes: int = 0
+    ) -> None:
         super().__init__(transport)
         self._path = path
         self._lease_id = lease_id
         self._expected = {(ref.index, ref.group): ref for ref in blocks}
+        self._granted_bytes = granted_bytes
+        self._slab = memoryview(b"")
+        self._cutting = Lock()
         self._bytes: dict[tuple[int, int], memoryview] = {}
 
     def view(self, block: BlockRef | Grant) -> memoryview:
         where = (block.index, block.group)
         if where not in self._bytes:
             if isinstance(block, BlockRef):
-                self._fetch()
+                try:
+                    self._fetch()
+                except Unavailable:  # cut short: what has arrived is good for those who want no more
+                    if where not in self._bytes:
+                        raise
             else:
                 # setdefault: of two threads that ask at the same time both get the same memory.
-                self._bytes.setdefault(where, memoryview(bytearray(block.length)))
+                self._bytes.setdefault(where, self._room(block.length))
         return self._bytes[where]
 
     def commit(self, lease_id: str, written: Sequence[Written]) -> int:
@@ -142,23 +159,38 @@ class BodyPlane(_LeaseCalls):
             del self._bytes[block.index, block.group]
         return len(written)
 
+    def _room(self, nbytes: int) -> memoryview:
+        """Return memory for a block to be sent, cut from a slab that is freed with the last of its blocks."""
+        with self._cutting:
+            slab = self._slab
+            if len(slab) < nbytes:
+                slab = _memory(max(nbytes, min(self._granted_bytes, _SLAB_BYTES)))
+                self._granted_bytes -= len(slab)
+            self._slab = slab[nbytes:]
+            return slab[:nbytes]
+
     def _fetch(self) -> None:
-        body = encode({"lease": self._lease_id}, MSGPACK_TYPE)
-        fetched: dict[tuple[int, int], memoryview] = {}
+        missing = {where: ref for where, ref in self._expected.items() if where not in self._bytes}
+        body = encode({"lease": self._lease_id, "blocks": list(missing)}, MSGPACK_TYPE)
+        memory = _memory(sum(ref.length for ref in missing.values()))
+        header = memoryview(bytearray(FRAME_BYTES))
         with self._transport.request("POST", f"{self._path}/blocks:get", [body], MSGPACK_TYPE) as response:
-            for _ in range(len(self._expected)):
-                header = memoryview(bytearray(FRAME_BYTES))
+            while missing:
                 _fill(response, header)
                 frame = unpack_frame(header)
-                ref = self._expected.get((frame.index, frame.group))
+                ref = missing.pop((frame.index, frame.group), None)
                 if ref is None or ref.length != frame.length:
                     raise BodyMismatch("the daemon sent a block that was not asked for")
-                data = memoryview(bytearray(frame.length))
+                data, memory = memory[: frame.length], memory[frame.length :]
                 _fill(response, data)
-                fetched[frame.index, frame.group] = data
+                self._bytes[frame.index, frame.group] = data
             if response.read(1):
                 raise BodyMismatch("the daemon sent more than was asked for")
-        self._bytes = fetched
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Return bytes that nobody has filled yet: zeroing them first would take as long as receiving them."""
+    return np.empty(nbytes, np.uint8).data
 
 
 def _fill(response: http.client.HTTPResponse, target: memoryview) -> None:

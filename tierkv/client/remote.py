@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from tierkv.cache import Cache, Chain, Hit, Pinned, ReadLease, Ticket, TicketProgress, WriteLease
+from tierkv.cache import Cache, Chain, Hit, Pinned, Ticket, TicketProgress
 from tierkv.client.planes import Attachment, BodyPlane, SharedPlane
 from tierkv.client.transport import Answer, Transport
 from tierkv.direct import UseLog
@@ -22,15 +22,22 @@ from tierkv.wire import unpack_choice, unpack_grants, unpack_hit, unpack_progres
 
 __all__ = ["RemoteCache", "connect"]
 
-L = TypeVar("L", LeasedReader, LeasedWriter)
+L = TypeVar("L", LeasedReader, LeasedWriter, LeasedComputer)
 _ENDS = {"acquire": "release", "reserve": "abort"}
 _FLUSH_S = 3600.0
 _CLEAR_S = 600.0
 
 
-def connect(url: str, *, tenant: str = "default", timeout_s: float = 5.0) -> RemoteCache:
+def connect(
+    url: str,
+    *,
+    tenant: str | None = None,
+    token: str | None = None,
+    ca: str | os.PathLike[str] | None = None,
+    timeout_s: float = 5.0,
+) -> RemoteCache:
     """See `tierkv.connect`."""
-    cache = RemoteCache(Transport(url, tenant, timeout_s), timeout_s)
+    cache = RemoteCache(Transport(url, tenant, timeout_s, token=token, ca=ca), timeout_s)
     cache.check()
     return cache
 
@@ -50,16 +57,19 @@ class RemoteCache(Cache):
         self._attachment = Attachment(transport)
         self._specs: dict[str, KVSpec] = {}
         self._uses = UseLog(self._report_uses)
-        self._leases: dict[str, tuple[int, weakref.ref[LeasedReader | LeasedWriter]]] = {}
+        self._leases: dict[str, tuple[int, weakref.ref[LeasedReader | LeasedWriter | LeasedComputer]]] = {}
 
     def check(self) -> None:
         """Ask whether the daemon is there. Raises `Unavailable`."""
         self._transport.call("GET", "/healthz")
 
     def register(self, spec: KVSpec) -> str:
-        name = str(self._transport.call("PUT", "/v1/namespaces", spec.to_dict())["namespace"])
-        self._specs[name] = spec
-        return name
+        self._specs[spec.namespace] = spec  # first: what cannot be told now is told when it is needed
+        return str(self._transport.call("PUT", "/v1/namespaces", spec.to_dict())["namespace"])
+
+    def namespaces(self) -> list[dict[str, Any]]:
+        """List what is registered with the daemon, as documented in docs/wire.md."""
+        return list(self._transport.call("GET", "/v1/namespaces")["namespaces"])
 
     def lookup(self, chain: Chain) -> Hit:
         return unpack_hit(self._on_chain(chain, "lookup", {}))
@@ -80,7 +90,7 @@ class RemoteCache(Cache):
         prefill_tokens_per_s: float | None = None,
         session: str = "",
         groups: tuple[int, ...] | None = None,
-    ) -> ReadLease:
+    ) -> LeasedReader:
         asked = time.monotonic()
         message = {
             "wait_s": None if wait_s == math.inf else wait_s,
@@ -94,6 +104,7 @@ class RemoteCache(Cache):
         answer, plane = self._leased(chain, "acquire", message, wait_s)
         lease_id, refs = str(answer["lease"]), unpack_refs(answer["blocks"])
         plane = plane or BodyPlane(self._transport, _path(chain.namespace), lease_id, refs)
+        compute = self._remember(LeasedComputer(plane, *answer["compute"])) if answer["compute"] else None
         lease = LeasedReader(
             plane,
             lease_id,
@@ -106,7 +117,7 @@ class RemoteCache(Cache):
             saved_s=answer["saved_s"],
             waited_s=answer["waited_s"],
             choice=unpack_choice(answer["choice"]),
-            compute=LeasedComputer(plane, *answer["compute"]) if answer["compute"] else None,
+            compute=compute,
             computed_elsewhere=answer["computed_elsewhere"],
             deadline=asked + answer["waited_s"] + answer["ttl_s"],
         )
@@ -131,15 +142,16 @@ class RemoteCache(Cache):
         wait_s: float = 1.0,
         ttl_s: float = 60.0,
         session: str = "",
-    ) -> WriteLease:
+    ) -> LeasedWriter:
         asked = time.monotonic()
         message = {"start": start, "stop": stop, "wait_s": wait_s, "ttl_s": ttl_s, "session": session}
         answer, plane = self._leased(chain, "reserve", message, wait_s)
-        lease_id = str(answer["lease"])
+        lease_id, grants = str(answer["lease"]), unpack_grants(answer["grants"])
+        granted_bytes = sum(grant.length for grant in grants if grant.state == "granted")
         lease = LeasedWriter(
-            plane or BodyPlane(self._transport, _path(chain.namespace), lease_id),
+            plane or BodyPlane(self._transport, _path(chain.namespace), lease_id, granted_bytes=granted_bytes),
             lease_id,
-            unpack_grants(answer["grants"]),
+            grants,
             deadline=asked + answer["waited_s"] + answer["ttl_s"],
         )
         return self._remember(lease)
