@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,10 +19,16 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tierkv.config import Config
-from tierkv.core.build import build_engine
-from tierkv.errors import ConfigError, StorageError, StoreInUse
+from tierkv.core.build import build_engine, make_state_directory
+from tierkv.errors import ConfigError, StorageError, StoreInUse, Unavailable
 from tierkv.service.app import make_app
+from tierkv.service.auth import Authority
+from tierkv.service.connections import RETRY_AFTER_S, Connections
 from tierkv.service.context import Context
+from tierkv.service.notify import notify
+from tierkv.service.reload import reload
+from tierkv.service.tls import server_context
+from tierkv.wire import PROBLEM_TYPE, problem_from_error
 
 __all__ = ["run_daemon"]
 
@@ -29,15 +38,21 @@ DRAIN_S = 5.0
 ANSWER_S = 1.0
 """For answers of drained requests to be written; after that connections are cut."""
 KEEP_ALIVE_S = 75.0
+_HEADER_BYTES = 8 << 10
+"""Longest header line of a request."""
+_SPARE_FILES = 256
+"""Open files beside those of connections."""
 _BACKLOG = 128
 _PROBE_S = 1.0
 
 
-async def run_daemon(config: Config, on_ready: Callable[[list[str]], None]) -> None:
+async def run_daemon(config: Config, reread: Callable[[], Config], on_ready: Callable[[list[str]], None]) -> None:
     """Serve until SIGTERM or SIGINT, then finish running requests, flush to the cold tier and close.
 
     Parameters
     ----------
+    reread
+        Reads the configuration again, at SIGHUP.
     on_ready
         Called once with the addresses that accept connections.
 
@@ -46,18 +61,36 @@ async def run_daemon(config: Config, on_ready: Callable[[list[str]], None]) -> N
     """
     if config.socket is None and config.port is None:
         raise ConfigError("the daemon has no address", remedy="set socket, or port for TCP on the loopback interface")
+    authority = Authority(config.state_dir)
+    if config.exposed and not authority.required:
+        raise ConfigError(
+            f"host {config.host} is not the loopback interface, and there are no tokens: anybody could ask",
+            remedy="make one with `tierkv token new`, or listen on 127.0.0.1",
+        )
+    encryption = server_context(config.tls)
+    if config.exposed and encryption is None:
+        log.warning("tokens and blocks travel unencrypted over the network: set tls")
+    _allow_files(config.limits.connections)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to reload
     async with contextlib.AsyncExitStack() as stack:
         listeners = []
+        if config.state_dir is not None:
+            make_state_directory(config.state_dir)  # where the socket may lie, too
         if config.socket is not None:
             listeners.append(stack.enter_context(_unix_socket(config.socket)))
         if config.port is not None:
             listeners.append(stack.enter_context(_tcp_socket(config.host, config.port)))
+        connections = Connections(web.Server(_starting, access_log=None, logger=_http_log()), lambda: config.limits)
+        stack.callback(asyncio.create_task(connections.watch()).cancel)
+        for listener in listeners:
+            over_tcp = listener.family != socket.AF_UNIX
+            await _listen(stack, connections, listener, encryption if over_tcp else None, config.limits.idle)
         engine = await asyncio.to_thread(build_engine, config)
         stack.push_async_callback(asyncio.to_thread, engine.close)
-        context = Context(config, engine)
+        context = Context(config, engine, authority, connections)
         stack.callback(context.threads.shutdown)
         runner = web.AppRunner(
             make_app(context),
@@ -67,15 +100,82 @@ async def run_daemon(config: Config, on_ready: Callable[[list[str]], None]) -> N
             auto_decompress=False,
             access_log=None,
             logger=_http_log(),
+            max_line_size=_HEADER_BYTES,
+            max_field_size=_HEADER_BYTES,
         )
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
-        for listener in listeners:
-            await web.SockSite(runner, listener, backlog=_BACKLOG).start()
+        assert runner.server is not None
+        connections.make, connections.limits = runner.server, lambda: context.config.limits
         stack.push_async_callback(context.requests.drain, DRAIN_S)
-        on_ready([_address(listener) for listener in listeners])
+        stack.enter_context(_reloading(context, reread))
+        on_ready([_address(listener, encryption is not None) for listener in listeners])
+        notify("READY=1")
         await stop.wait()
+        notify("STOPPING=1")
         log.info("stopping: draining requests, then flushing to the cold tier")
+
+
+@contextlib.contextmanager
+def _reloading(context: Context, reread: Callable[[], Config]) -> Iterator[None]:
+    """Reload the configuration at SIGHUP, one signal after the other."""
+    wanted = asyncio.Event()
+
+    async def work() -> None:
+        while True:
+            await wanted.wait()
+            wanted.clear()
+            await asyncio.to_thread(reload, context, reread)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, wanted.set)
+    task = asyncio.create_task(work())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _listen(
+    stack: contextlib.AsyncExitStack,
+    connections: Connections,
+    listener: socket.socket,
+    encryption: ssl.SSLContext | None,
+    handshake_s: float,
+) -> None:
+    server = await asyncio.get_running_loop().create_server(
+        connections,
+        sock=listener,
+        backlog=_BACKLOG,
+        ssl=encryption,
+        ssl_handshake_timeout=handshake_s if encryption else None,
+    )
+    stack.callback(server.close)
+
+
+async def _starting(_: web.BaseRequest) -> web.Response:
+    """Answer all requests until there is a cache."""
+    failure = Unavailable("the daemon is starting", remedy="ask again later")
+    response = web.Response(
+        body=json.dumps(problem_from_error(failure)).encode(),
+        status=failure.status,
+        content_type=PROBLEM_TYPE,
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+    response.force_close()
+    return response
+
+
+def _allow_files(connections: int) -> None:
+    """See to it that there are file descriptors for so many connections. Raises `ConfigError`."""
+    needed = connections + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"limits.connections: {connections} connections need {needed} open files, and {hard} are allowed",
+            remedy="allow more (ulimit -n, LimitNOFILE), or fewer connections",
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _http_log() -> logging.Logger:
@@ -157,9 +257,9 @@ def _tcp_socket(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _address(listener: socket.socket) -> str:
+def _address(listener: socket.socket, encrypted: bool) -> str:
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return f"unix://{name}"
     host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
-    return f"http://{host}:{name[1]}"
+    return f"{'https' if encrypted else 'http'}://{host}:{name[1]}"

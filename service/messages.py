@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self, TypeVar
 
@@ -10,15 +11,18 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     StrictInt,
+    StrictStr,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 
 from tierkv.core.state import NamespaceInfo
 from tierkv.errors import InvalidRequest
 from tierkv.keys import HASH_BYTES, adopt_chain, chain_hashes, chain_root
-from tierkv.spec import KVSpec
+from tierkv.spec import DTYPE_BYTES, LOSSY_CODECS, KVSpec
 from tierkv.wire import SESSION_CHARACTERS
 
 __all__ = [
@@ -32,17 +36,21 @@ __all__ = [
     "ReleaseRequest",
     "RenewRequest",
     "ReserveRequest",
+    "SpecMessage",
     "TouchRequest",
     "WaitRequest",
     "parse",
     "parse_spec",
 ]
 
+_HEX = re.compile("(?:[0-9a-fA-F]{2})*")
+_INDEX = re.compile("[0-9]{1,9}")
+
 
 def _hashes(value: Any) -> Any:
     """Accept one byte string of 32-byte hashes, or a list of byte strings or hex digits."""
     if isinstance(value, str):
-        value = bytes.fromhex(value)
+        value = _bytes(value)
     if isinstance(value, bytes):
         if len(value) % HASH_BYTES:
             raise ValueError(f"a byte string of hashes must be a multiple of {HASH_BYTES} long")
@@ -60,6 +68,8 @@ def _extra(value: Any) -> Any:
 
 def _bytes(value: Any) -> bytes:
     if isinstance(value, str):
+        if not _HEX.fullmatch(value):
+            raise ValueError("bytes are an even number of hex digits")
         return bytes.fromhex(value)
     if isinstance(value, bytes):
         return value
@@ -67,14 +77,41 @@ def _bytes(value: Any) -> bytes:
 
 
 def _index(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).isdecimal():
+    if isinstance(value, bool) or not isinstance(value, int | str) or not _INDEX.fullmatch(str(value)):
         raise ValueError("a block index is a whole number")
     return int(value)
 
 
+def _text(pattern: str) -> dict[str, Any]:
+    return {"type": "string", "pattern": f"^{pattern}$"}
+
+
+def _hashes_schema(one: str) -> WithJsonSchema:
+    """What JSON may hold for hashes: all digits in one string, or a list of hashes that match `one`."""
+    return WithJsonSchema({"anyOf": [_text("([0-9a-fA-F]{64})*"), {"type": "array", "items": _text(one)}]})
+
+
+_EXTRA_SCHEMA = WithJsonSchema(
+    {"type": "object", "propertyNames": _text(_INDEX.pattern), "additionalProperties": _text("([0-9a-fA-F]{2})*")}
+)
+_TOKEN_SCHEMA = WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 2**32 - 1})
+_WRITTEN_SCHEMA = WithJsonSchema(
+    {
+        "type": "array",
+        "uniqueItems": True,
+        "items": {
+            "type": "array",
+            "prefixItems": [*[{"type": "integer", "minimum": 0}] * 3, _text("[0-9a-f]{16}")],
+            "minItems": 4,
+            "maxItems": 4,
+        },
+    }
+)
+
 # Fail fast: a long list of nonsense must not become a long list of faults.
-Hashes = Annotated[list[bytes], BeforeValidator(_hashes)]
-Tokens = Annotated[list[StrictInt], Field(fail_fast=True)]
+Hashes = Annotated[list[bytes], BeforeValidator(_hashes), _hashes_schema("[0-9a-fA-F]{64}")]
+EngineHashes = Annotated[list[bytes], BeforeValidator(_hashes), _hashes_schema("([0-9a-fA-F]{2})*")]
+Tokens = Annotated[list[Annotated[StrictInt, _TOKEN_SCHEMA]], Field(fail_fast=True)]
 Positions = Annotated[list[tuple[StrictInt, StrictInt]], Field(fail_fast=True)]
 Names = Annotated[list[str], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -87,29 +124,34 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+_WAYS = ("hashes", "engine_hashes", "tokens")
+
+
 class ChainRequest(_Message):
     """Which blocks: `hashes` are chain hashes of this namespace, `engine_hashes` an engine's, `tokens` token ids."""
 
-    hashes: Hashes | None = None
-    engine_hashes: Hashes | None = None
-    tokens: Tokens | None = None
-    extra_keys: Annotated[dict[int, bytes], BeforeValidator(_extra)] = {}
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": [way]} for way in _WAYS]})
+
+    hashes: Hashes = []
+    engine_hashes: EngineHashes = []
+    tokens: Tokens = []
+    extra_keys: Annotated[dict[int, bytes], BeforeValidator(_extra), _EXTRA_SCHEMA] = {}
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
-        if sum(given is not None for given in (self.hashes, self.engine_hashes, self.tokens)) != 1:
+        if len(self.model_fields_set.intersection(_WAYS)) != 1:
             raise ValueError("give exactly one of hashes, engine_hashes and tokens")
         return self
 
     def chain(self, info: NamespaceInfo, limit: int) -> Sequence[bytes]:
         """The chain hashes meant. Raises `InvalidRequest` for hashes of another size or more than `limit`."""
         root = chain_root(info.fingerprint)
-        if self.tokens is not None:
+        if "tokens" in self.model_fields_set:
             chain: Sequence[bytes] = chain_hashes(root, self.tokens, info.spec.block_tokens, self.extra_keys)
-        elif self.engine_hashes is not None:
+        elif "engine_hashes" in self.model_fields_set:
             chain = adopt_chain(root, self.engine_hashes)
         else:
-            chain = self.hashes or []
+            chain = self.hashes
             if any(len(item) != HASH_BYTES for item in chain):
                 raise InvalidRequest(
                     f"chain hashes are {HASH_BYTES} bytes long", remedy="send an engine's own as engine_hashes"
@@ -121,24 +163,78 @@ class ChainRequest(_Message):
         return chain
 
 
-class _Group(_Message):
-    layers: Annotated[list[StrictInt], Field(fail_fast=True)]
-    kind: str
-    kv_heads: StrictInt
-    head_dim: StrictInt
-    window: StrictInt = 0
+# What a spec's values must be is checked by `KVSpec`, which says what is wrong; here they get their types.
+_FromOne = Annotated[StrictInt, WithJsonSchema({"type": "integer", "minimum": 1})]
+_Dtype = Annotated[StrictStr, WithJsonSchema({"enum": list(DTYPE_BYTES)})]
+_Lossy = Annotated[StrictStr, WithJsonSchema({"enum": ["", *LOSSY_CODECS]})]
+_Kind = Annotated[StrictStr, WithJsonSchema({"enum": ["full", "sliding_window", "mla"]})]
+_Order = Annotated[StrictStr, WithJsonSchema({"enum": ["NHD", "HND"]})]
+_Layer = Annotated[StrictInt, WithJsonSchema({"type": "integer", "minimum": 0})]
 
 
-class _Groups(BaseModel):
-    """The KV groups of a spec; its other fields are checked by `KVSpec.from_dict`."""
+def _when(name: str, value: Any, then: Mapping[str, Any]) -> dict[str, Any]:
+    """Say in a JSON schema what other fields are where one has a certain value."""
+    given = {"properties": {name: {"const": value}}, "required": [name]}
+    return {"if": given, "then": {"properties": then, "required": list(then)}}
 
-    groups: Annotated[list[_Group], Field(fail_fast=True)]
+
+class GroupMessage(_Message):
+    """A KV group: `layers` ascending; `window` in tokens, 0 unless the kind is ``sliding_window``."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            **_when("kind", "sliding_window", {"window": {"minimum": 1}}),
+            "else": {"properties": {"window": {"const": 0}}},
+        }
+    )
+
+    layers: Annotated[list[_Layer], Field(fail_fast=True, json_schema_extra={"minItems": 1, "uniqueItems": True})]
+    kind: _Kind
+    kv_heads: _FromOne
+    head_dim: _FromOne
+    window: Count = 0
+
+
+class SpecMessage(_Message):
+    """A `KVSpec`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                _when("exact_first_block", True, {"lossy": {"enum": list(LOSSY_CODECS)}}),
+                *(
+                    _when("lossy", codec, {"dtype": {"enum": ["float32", "bfloat16", "float16"]}})
+                    for codec in LOSSY_CODECS
+                ),
+            ]
+        }
+    )
+
+    model: StrictStr
+    weights: StrictStr
+    dtype: _Dtype
+    block_tokens: _FromOne
+    groups: Annotated[list[GroupMessage], Field(fail_fast=True, json_schema_extra={"minItems": 1})]
+    tokenizer: StrictStr = ""
+    attention: dict[str, StrictStr] = {}
+    order: _Order = "NHD"
+    tp_rank: StrictInt = 0
+    tp_size: StrictInt = 1
+    pp_rank: StrictInt = 0
+    pp_size: StrictInt = 1
+    cp_rank: StrictInt = 0
+    cp_size: StrictInt = 1
+    adapter: StrictStr = ""
+    quantization: StrictStr = ""
+    extra: dict[str, StrictStr] = {}
+    lossy: _Lossy = ""
+    exact_first_block: StrictBool = False
 
 
 class TouchRequest(ChainRequest):
     """Blocks of KV group `group` that were read in place without a lease, in the order they were read."""
 
-    group: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    group: Annotated[int, Field(ge=0, lt=2**16, strict=True)] = 0
 
 
 class PrefetchRequest(ChainRequest):
@@ -185,7 +281,7 @@ class ReserveRequest(ChainRequest):
 class CommitRequest(_Message):
     """Rows of index, group, length and checksum (16 hex digits)."""
 
-    blocks: list[Any]
+    blocks: Annotated[list[Any], _WRITTEN_SCHEMA]
 
 
 class ReleaseRequest(_Message):
@@ -226,7 +322,7 @@ def parse(model: type[M], data: Any) -> M:
 
 def parse_spec(data: Any) -> KVSpec:
     """Validate a decoded spec. Raises `InvalidRequest`."""
-    parse(_Groups, data)
+    parse(SpecMessage, data)
     try:
         return KVSpec.from_dict(data)
     except InvalidRequest as error:

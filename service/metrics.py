@@ -20,6 +20,7 @@ _TOTALS = {
     "load_seconds": "Seconds of load work for blocks that requests used.",
     "hidden_seconds": "Part of the load seconds that was over before the request asked.",
     "exposed_seconds": "Part of the load seconds that the request waited for.",
+    "saved_seconds": "Seconds of prefill that hits saved, less those spent waiting for them.",
     "lead_seconds": "Seconds from the arrival of prefetched blocks to their first use.",
     "wasted_bytes": "Payload bytes that were promoted and left memory again unused.",
     "shared_tokens": "Tokens that requests got from a neighbour's prefill instead of computing them, too.",
@@ -94,7 +95,24 @@ class _Snapshot(Collector):
         yield GaugeMetricFamily(
             "tierkv_published_blocks", "Blocks that can be hit.", value=self._stats["published_blocks"]
         )
+        yield from self._http()
         yield GaugeMetricFamily("tierkv_uptime_seconds", "Seconds since start.", value=self._stats["uptime_s"])
+
+    def _http(self) -> Iterator[Metric]:
+        http = self._stats["http"]
+        yield GaugeMetricFamily("tierkv_connections", "Open connections.", value=http["connections"])
+        yield GaugeMetricFamily("tierkv_requests", "Requests being served.", value=http["requests"])
+        yield GaugeMetricFamily(
+            "tierkv_in_flight_bytes", "Bytes of bodies being received and sent.", value=http["in_flight_bytes"]
+        )
+        for name, label, help_text in (
+            ("refused", "limit", "Requests and connections refused because a limit was reached."),
+            ("cut", "stuck", "Connections cut because they got nowhere."),
+        ):
+            family = CounterMetricFamily(f"tierkv_{name}", help_text, labels=[label])
+            for value, count in sorted(http[name].items()):
+                family.add_metric([value], count)
+            yield family
 
 
 def render(stats: Mapping[str, Any]) -> tuple[bytes, str]:

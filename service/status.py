@@ -9,7 +9,7 @@ from pydantic import ByteSize
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["print_status"]
+__all__ = ["in_units", "print_status"]
 
 
 def print_status(stats: Mapping[str, Any]) -> None:
@@ -22,9 +22,9 @@ def print_status(stats: Mapping[str, Any]) -> None:
         tiers.add_row(
             name,
             f"{usage['blocks']:,}",
-            _size(usage["payload_bytes"]),
-            _size(usage["used_bytes"]),
-            _size(usage["capacity_bytes"]),
+            in_units(usage["payload_bytes"]),
+            in_units(usage["used_bytes"]),
+            in_units(usage["capacity_bytes"]),
             f"{counters['hit_tokens'].get(name, 0):,}",
         )
     console = Console()
@@ -40,6 +40,6 @@ def print_status(stats: Mapping[str, Any]) -> None:
         console.print(f"cold tier: {finding}", style="bold red", markup=False, soft_wrap=True)
 
 
-def _size(count: int) -> str:
+def in_units(count: int) -> str:
     """Binary units, as in the configuration."""
     return ByteSize(count).human_readable(separator=" ")

@@ -8,30 +8,47 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 
 from tierkv.errors import ConfigError
 from tierkv.keys import TENANT_NAME
 from tierkv.policy import POLICIES, check_policy
 
 __all__ = [
+    "AuthConfig",
     "ColdConfig",
     "Config",
     "HotConfig",
     "LimitsConfig",
+    "LogConfig",
     "PolicyConfig",
+    "TLSConfig",
     "TenantConfig",
     "WarmConfig",
     "load_config",
     "parse_config",
+    "read_yaml",
 ]
 
 _DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>ms|s|m|min|h|d)?")
 _SECONDS = {None: 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGTP]i?B|B)?", re.IGNORECASE)
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_HOST_NAME = re.compile(r"[0-9A-Za-z._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
 _LARGEST = 1 << 50
 _LARGEST_MEMORY = 16 << 40
 _SOCKET_BYTES = 107  # sun_path of Linux, less its closing NUL
@@ -43,6 +60,10 @@ class PolicyConfig:
 
     name: str
     parameters: Mapping[str, float] = field(default_factory=dict)
+
+    def plain(self) -> str | dict[str, str | float]:
+        """Return it as it is written in a file."""
+        return {"name": self.name, **self.parameters} if self.parameters else self.name
 
 
 def _number(value: object) -> bool:
@@ -101,12 +122,15 @@ def _policy(value: object) -> object:
 
 
 def _host(value: object) -> object:
-    if value not in ("127.0.0.1", "::1", "localhost"):
-        raise ValueError(
-            "the daemon listens on the loopback interface only, because it does not know who calls; use 127.0.0.1 or"
-            " ::1, and a tunnel to reach it from elsewhere"
-        )
+    if not isinstance(value, str) or not value:
+        raise ValueError("not an address to listen on; use 127.0.0.1 for the loopback interface")
     return value
+
+
+def _allowed_host(value: object) -> object:
+    if not isinstance(value, str) or not _HOST_NAME.fullmatch(value):
+        raise ValueError("not a host; write a name or an address without port or brackets, such as kv.example.org")
+    return value.lower()
 
 
 def _socket(path: Path) -> Path:
@@ -131,11 +155,18 @@ def _section(value: object) -> object:
     return {} if value is None else value  # a section whose settings are all commented out
 
 
-Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
-Size = Annotated[ByteSize, BeforeValidator(_size), Field(le=_LARGEST)]
-MemorySize = Annotated[ByteSize, BeforeValidator(_size), Field(le=_LARGEST_MEMORY)]
+_Text = Annotated[str, Field(pattern=r"^\s*\d+(\.\d+)?\s*[A-Za-z]*\s*$")]
+Seconds = Annotated[
+    float, BeforeValidator(_seconds, json_schema_input_type=float | _Text), Field(gt=0, allow_inf_nan=False)
+]
+Size = Annotated[ByteSize, BeforeValidator(_size, json_schema_input_type=int | _Text), Field(le=_LARGEST)]
+MemorySize = Annotated[ByteSize, BeforeValidator(_size, json_schema_input_type=int | _Text), Field(le=_LARGEST_MEMORY)]
 FilePath = Annotated[Path, BeforeValidator(_path)]
-Policy = Annotated[PolicyConfig, BeforeValidator(_policy)]
+Policy = Annotated[
+    PolicyConfig,
+    BeforeValidator(_policy, json_schema_input_type=str | dict[str, str | float]),
+    PlainSerializer(PolicyConfig.plain),
+]
 Count = Annotated[int, BeforeValidator(_integer)]
 Name = Annotated[str, BeforeValidator(_name)]
 
@@ -190,8 +221,30 @@ class TenantConfig(_Model):
     cold: Size | None = None
 
 
+class AuthConfig(_Model):
+    """Who may call. Tokens themselves are in `tokens.yaml` of the state directory: `tierkv token new` makes them.
+
+    `allowed_hosts`: names and addresses that requests may call this daemon by, beside those of the loopback interface.
+    """
+
+    allowed_hosts: tuple[Annotated[str, BeforeValidator(_allowed_host)], ...] = ()
+
+
+class TLSConfig(_Model):
+    """Certificate (with those it is signed with) and key of the TCP port, PEM. Both or neither."""
+
+    certificate: FilePath | None = None
+    key: FilePath | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key belong together; set both or neither")
+        return self
+
+
 class LimitsConfig(_Model):
-    """Bounds on what one request may ask for, and on what is remembered."""
+    """Bounds on what one request may ask for, on what is remembered, and on what is done at once."""
 
     body: Annotated[Size, Field(ge=1 << 20)] = ByteSize(1 << 30)
     blocks: Annotated[Count, Field(ge=1, le=1 << 20)] = 65536
@@ -201,6 +254,24 @@ class LimitsConfig(_Model):
     namespaces: Annotated[Count, Field(ge=1, le=1 << 20)] = 1024
     tenants: Annotated[Count, Field(ge=1, le=1 << 20)] = 1024
     sessions: Annotated[Count, Field(ge=1, le=1 << 24)] = 65536
+    in_flight: Annotated[Size, Field(ge=1 << 20)] = ByteSize(1 << 30)
+    connections: Annotated[Count, Field(ge=1, le=1 << 16)] = 1024
+    requests: Annotated[Count, Field(ge=1, le=1 << 16)] = 1024
+    leases: Annotated[Count, Field(ge=1, le=1 << 20)] = 4096
+    idle: Annotated[Seconds, Field(ge=0.1)] = 30.0
+
+    @model_validator(mode="after")
+    def _body_fits(self) -> Self:
+        if self.body > self.in_flight:
+            raise ValueError("body is more than in_flight; raise in_flight with it")
+        return self
+
+
+class LogConfig(_Model):
+    """What the daemon writes to standard error: `text` is logfmt, `json` one object a line."""
+
+    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class Config(_Model):
@@ -217,17 +288,41 @@ class Config(_Model):
     cold: Annotated[ColdConfig, BeforeValidator(_section)] = ColdConfig()
     tenants: Annotated[dict[Name, Annotated[TenantConfig, BeforeValidator(_section)]], BeforeValidator(_section)] = {}
     limits: Annotated[LimitsConfig, BeforeValidator(_section)] = LimitsConfig()
+    log: Annotated[LogConfig, BeforeValidator(_section)] = LogConfig()
+    auth: Annotated[AuthConfig, BeforeValidator(_section)] = AuthConfig()
+    tls: Annotated[TLSConfig, BeforeValidator(_section)] = TLSConfig()
+
+    @property
+    def exposed(self) -> bool:
+        """Whether the TCP port, if there is one, can be reached from elsewhere than this machine."""
+        return self.host not in _LOOPBACK
+
+    @model_validator(mode="after")
+    def _known_callers(self) -> Self:
+        if self.host not in _LOOPBACK and self.state_dir is None:
+            raise ValueError(
+                "host: the daemon listens on the loopback interface only, unless callers have tokens, which are kept in"
+                " state_dir; set that and make tokens, or use 127.0.0.1 or ::1, and a tunnel to reach it from elsewhere"
+            )
+        return self
 
 
 def load_config(path: str | os.PathLike[str]) -> Config:
     """Read a YAML file. Raises `ConfigError` naming the file, the key and the remedy."""
+    return parse_config(read_yaml(path), source=str(path))
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Any:
+    """Return the plain data of a YAML file, {} for an empty one. Raises `ConfigError`."""
     try:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", remedy="name an existing, readable file") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}", remedy="compare with configs/default.yaml") from None
-    return parse_config({} if data is None else data, source=str(path))
+        raise ConfigError(
+            f"{path} is not valid YAML: {error}", remedy="compare with what `tierkv config init -` prints"
+        ) from None
+    return {} if data is None else data
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -243,21 +338,35 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def parse_config(data: Any, *, source: str = "configuration") -> Config:
-    """Validate plain data. Raises `ConfigError` with every fault found."""
+def parse_config(
+    data: Any, *, source: str = "configuration", origins: Mapping[str, str] = MappingProxyType({})
+) -> Config:
+    """Validate plain data. Raises `ConfigError` with every fault found.
+
+    Parameters
+    ----------
+    source
+        Where the data is from, for the error.
+    origins
+        Where single settings are from instead, by dotted name.
+    """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{source} must be a mapping of settings, not {type(data).__name__}")
     try:
         return Config.model_validate(dict(data))
     except ValidationError as error:
-        faults = "; ".join(_explain(fault["loc"], fault["type"], fault["msg"]) for fault in error.errors())
-        raise ConfigError(f"{source}: {faults}", remedy="configs/default.yaml lists every setting") from None
+        faults: dict[str, list[str]] = {}
+        for fault in error.errors():
+            name = ".".join(str(part) for part in fault["loc"])
+            explained = _explain(name, fault["loc"], fault["type"], fault["msg"])
+            faults.setdefault(origins.get(name, source), []).append(explained)
+        told = "; ".join(f"{origin}: {'; '.join(found)}" for origin, found in faults.items())
+        raise ConfigError(told, remedy="`tierkv config show` lists every setting") from None
 
 
-def _explain(where: tuple[int | str, ...], kind: str, message: str) -> str:
-    name = ".".join(str(part) for part in where)
+def _explain(name: str, where: tuple[int | str, ...], kind: str, message: str) -> str:
     if kind != "extra_forbidden":
-        return f"{name}: {message.removeprefix('Value error, ')}"
+        return f"{name}: {message}".replace("Value error, ", "").removeprefix(": ")
     model: type[BaseModel] = Config
     sections = where[:-1]
     if sections[:1] == ("tenants",):

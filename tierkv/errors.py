@@ -6,6 +6,7 @@
     |   +-- SpecMismatch                             the data does not fit the namespace it names
     |   +-- BodyMismatch                             a body is shorter, longer or other than announced
     |   +-- BlockTooLarge                            a block can never fit the tier
+    |   +-- Conflict                                 what is stored, or being stored, does not allow it now
     +-- NotFound                 (LookupError)       a namespace, block or ticket nobody knows
     +-- LeaseLost                (LookupError)       a lease expired, was released, or never existed
     +-- CorruptBlock                                 stored bytes fail verification; never a plain miss
@@ -15,9 +16,13 @@
     |   +-- ForeignStore                             a file or directory that tierkv did not make
     |   +-- StoreInUse                               another process holds the store or the arena
     +-- TierFull                                     every slot is leased or not yet demoted
+    +-- NotLoaded                                    a block was not in memory in the time given
     +-- LimitExceeded                                a bound on what one client or tenant may hold
     +-- DeviceError              (RuntimeError)      no such device, or its runtime refuses
     +-- Unavailable              (ConnectionError)   the daemon cannot be reached or is closing
+    |   +-- Overloaded                               it has as much to do as it takes on; ask again
+    +-- Unauthorized             (PermissionError)   a token is needed, and it is missing or not known
+    +-- Forbidden                (PermissionError)   the token's role or tenant does not allow this
     +-- DependencyMissing        (ImportError)       an optional package is needed for this call
 
 A message names the thing that failed; `remedy` says what to do about it. Over HTTP each class is one problem
@@ -33,20 +38,24 @@ __all__ = [
     "BodyMismatch",
     "ChecksumMismatch",
     "ConfigError",
+    "Conflict",
     "CorruptBlock",
     "DependencyMissing",
     "DeviceError",
+    "Forbidden",
     "ForeignStore",
     "InvalidRequest",
     "LeaseLost",
     "LimitExceeded",
     "NotFound",
+    "NotLoaded",
     "SpecMismatch",
     "StorageError",
     "StorageFull",
     "StoreInUse",
     "TierFull",
     "TierKVError",
+    "Unauthorized",
     "Unavailable",
     "error_classes",
 ]
@@ -94,6 +103,10 @@ class BodyMismatch(InvalidRequest):
 
 class BlockTooLarge(InvalidRequest):
     slug, status = "block-too-large", 413
+
+
+class Conflict(InvalidRequest):
+    slug, status = "conflict", 409
 
 
 class NotFound(TierKVError, LookupError):
@@ -144,6 +157,10 @@ class TierFull(TierKVError):
     slug, status, exit_code = "tier-full", 503, 6
 
 
+class NotLoaded(TierKVError):
+    slug, status, exit_code = "not-loaded", 503, 6
+
+
 class LimitExceeded(TierKVError):
     slug, status, exit_code = "limit-exceeded", 429, 6
 
@@ -154,6 +171,18 @@ class DeviceError(TierKVError, RuntimeError):
 
 class Unavailable(TierKVError, ConnectionError):
     slug, status, exit_code = "unavailable", 503, 8
+
+
+class Overloaded(Unavailable):
+    slug, status = "overloaded", 503
+
+
+class Unauthorized(TierKVError, PermissionError):
+    slug, status, exit_code = "unauthorized", 401, 10
+
+
+class Forbidden(TierKVError, PermissionError):
+    slug, status, exit_code = "forbidden", 403, 10
 
 
 class DependencyMissing(TierKVError, ImportError):

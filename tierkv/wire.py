@@ -17,9 +17,11 @@ import msgpack
 
 from tierkv.cache import BlockRef, Grant, Hit, LoadChoice, TicketProgress, Written
 from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, TierKVError, error_classes
-from tierkv.keys import TENANT_NAME
+from tierkv.keys import SESSION_CHARACTERS, TENANT_NAME
 
 __all__ = [
+    "CHECKSUM_HEADER",
+    "CHECKSUM_PATTERN",
     "FRAME_BYTES",
     "FRAME_TYPE",
     "GENERATION_HEADER",
@@ -27,9 +29,11 @@ __all__ = [
     "JSON_TYPE",
     "MISS_HEADER",
     "MSGPACK_TYPE",
+    "PAYLOAD_TYPE",
     "PROBLEM_TYPE",
     "SESSION_CHARACTERS",
     "TENANT_HEADER",
+    "TIER_HEADER",
     "Frame",
     "check_tenant",
     "decode",
@@ -56,13 +60,16 @@ JSON_TYPE = "application/json"
 MSGPACK_TYPE = "application/msgpack"
 PROBLEM_TYPE = "application/problem+json"
 FRAME_TYPE = "application/vnd.tierkv.blocks"
+PAYLOAD_TYPE = "application/octet-stream"
 TENANT_HEADER = "Tierkv-Tenant"
 GENERATION_HEADER = "Tierkv-Generation"
+TIER_HEADER = "Tierkv-Tier"
+CHECKSUM_HEADER = "Tierkv-Checksum"
+CHECKSUM_PATTERN = re.compile(r"[0-9a-f]{16}")
 HIT_HEADER = "Tierkv-Hit"
 MISS_HEADER = "Tierkv-Miss"
 
 _PROBLEM_PREFIX = "urn:tierkv:problem:"
-_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 _MOST_ITEMS = 1 << 20
 _MOST_CONTAINERS = 1 << 18
 """Every empty list or map costs some eighty bytes of memory for one on the wire."""
@@ -70,8 +77,6 @@ _FRAME = struct.Struct("<4sBBHIIQQ")
 _MAGIC = b"TKVB"
 _VERSION = 1
 FRAME_BYTES = _FRAME.size
-SESSION_CHARACTERS = 128
-"""Longest name of a session."""
 
 
 def encode(message: Any, content_type: str) -> bytes:
@@ -206,7 +211,7 @@ def unpack_written(rows: Iterable[Any]) -> list[Written]:
     written: dict[tuple[int, int], Written] = {}
     for row in rows:
         match row:
-            case [int(index), int(group), int(length), str(digits)] if _CHECKSUM.fullmatch(digits):
+            case [int(index), int(group), int(length), str(digits)] if CHECKSUM_PATTERN.fullmatch(digits):
                 block = Written(index, group, length, int(digits, 16))
             case _:
                 raise InvalidRequest(

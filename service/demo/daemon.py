@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -101,8 +102,12 @@ class Daemon:
 
     @staticmethod
     def _spawn(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        # Settings of the user's own daemon would go before this one's file.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TIERKV_")}
         # A session of its own: Ctrl-C in the terminal is ours to handle, and the daemon is still told to flush.
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
 
     def _tail(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:].strip() or "it said nothing"

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from tierkv.service.routes import blocks, chains, leases, namespaces, operations, sessions, tickets
+from tierkv.service.routes import (
+    blocks,
+    chains,
+    document,
+    events,
+    inventory,
+    leases,
+    namespaces,
+    operations,
+    page,
+    sessions,
+    single,
+    tickets,
+    trunks,
+)
 
 __all__ = ["ROUTES"]
 
@@ -14,6 +28,12 @@ ROUTES: list[web.RouteDef] = [
     *tickets.ROUTES,
     *leases.ROUTES,
     *blocks.ROUTES,
+    *single.ROUTES,
     *sessions.ROUTES,
     *operations.ROUTES,
+    *inventory.ROUTES,
+    *document.ROUTES,
+    *events.ROUTES,
+    *trunks.ROUTES,
+    *page.ROUTES,
 ]

@@ -1,17 +1,15 @@
-"""Chains: lookup, prefetch, acquire, reserve, pin, delete."""
+"""Chains: lookup, prefetch, acquire, reserve, pin."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from aiohttp import web
 
 from tierkv.core.acquiring import Terms
 from tierkv.core.steps import run_async
-from tierkv.errors import InvalidRequest
-from tierkv.keys import HASH_BYTES
 from tierkv.service.context import CONTEXT, Context
+from tierkv.service.logs import ASKED_WAIT_S
 from tierkv.service.messages import (
     AcquireRequest,
     ChainRequest,
@@ -24,8 +22,6 @@ from tierkv.service.messages import (
 from tierkv.wire import HIT_HEADER, MISS_HEADER, pack_choice, pack_grants, pack_hit, pack_refs
 
 __all__ = ["ROUTES"]
-
-_HASH = re.compile(f"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 
 async def lookup(request: web.Request) -> web.Response:
@@ -70,6 +66,7 @@ async def acquire(request: web.Request) -> web.Response:
         None if message.groups is None else tuple(message.groups),
     )
     chain = message.chain(info, limits.blocks)
+    request[ASKED_WAIT_S] = terms.wait_s
     acquired = await run_async(context.engine.reader.acquire(context.tenant(request), info.name, chain, terms))
     grant = acquired.compute
     response = context.answer(
@@ -128,6 +125,7 @@ async def reserve(request: web.Request) -> web.Response:
         tiers=_tiers(context, message.tiers),
         session=message.session,
     )
+    request[ASKED_WAIT_S] = min(message.wait_s, limits.wait)
     reserved = await run_async(step)
     return context.answer(
         request,
@@ -138,19 +136,6 @@ async def reserve(request: web.Request) -> web.Response:
             "waited_s": reserved.waited_s,
         },
     )
-
-
-async def delete(request: web.Request) -> web.Response:
-    context = request.app[CONTEXT]
-    info = context.namespace(request)
-    digits = request.match_info["hash"]
-    if not _HASH.fullmatch(digits):
-        raise InvalidRequest(
-            f"{digits[:100]!r} does not name a block", remedy="give the 64 hex digits of its chain hash, in lower case"
-        )
-    chain_hash = bytes.fromhex(digits)
-    removed = await context.in_thread(context.engine.delete, context.tenant(request), info.name, chain_hash)
-    return context.answer(request, {"removed": removed})
 
 
 def _in_short(tokens: Mapping[str, int]) -> str:
@@ -172,5 +157,4 @@ ROUTES = [
     web.post("/v1/{ns}/reserve", reserve),
     web.post("/v1/{ns}/pin", pin),
     web.post("/v1/{ns}/unpin", unpin),
-    web.delete("/v1/{ns}/blocks/{hash}", delete),
 ]

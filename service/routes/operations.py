@@ -38,7 +38,7 @@ async def attach(request: web.Request) -> web.Response:
 
 async def stats(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    return context.answer(request, context.stats())
+    return context.answer(request, context.stats_for(request))
 
 
 async def flush(request: web.Request) -> web.Response:
@@ -54,6 +54,12 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def healthz(request: web.Request) -> web.Response:
     return request.app[CONTEXT].answer(request, {"status": "ok"})
+
+
+async def readyz(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    reasons = context.unready()
+    return context.answer(request, {"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
 
 
 def _peer_uid(request: web.Request) -> int | None:
@@ -72,4 +78,5 @@ ROUTES = [
     web.post("/v1/flush", flush),
     web.get("/metrics", metrics),
     web.get("/healthz", healthz),
+    web.get("/readyz", readyz),
 ]

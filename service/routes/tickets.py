@@ -6,6 +6,7 @@ from aiohttp import web
 
 from tierkv.core.steps import run_async
 from tierkv.service.context import CONTEXT
+from tierkv.service.logs import ASKED_WAIT_S
 from tierkv.service.messages import WaitRequest, parse
 from tierkv.wire import pack_progress
 
@@ -22,6 +23,7 @@ async def wait(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     message = parse(WaitRequest, await context.message(request))
     wait_s = min(message.wait_s, context.config.limits.wait)
+    request[ASKED_WAIT_S] = wait_s
     step = context.engine.prefetcher.wait(context.tenant(request), request.match_info["id"], message.groups, wait_s)
     return context.answer(request, pack_progress(await run_async(step)))
 

@@ -30,8 +30,33 @@ class Stranger:
         while (line := self._reader.readline().decode().strip()) != "":
             name, _, value = line.partition(":")
             headers[name.lower()] = value.strip()
-        answer = self._reader.read(int(headers["content-length"]))
+        answer = b"" if method == "HEAD" else self._reader.read(int(headers["content-length"]))
         return status, headers, answer
+
+    def put_block(self, namespace: str, block: str, group: int, payload: bytes, parent: str) -> dict[str, Any]:
+        path = f"/v1/{namespace}/blocks/{block}?group={group}" + (f"&parent={parent}" if parent else "")
+        status, headers, body = self.exchange("PUT", path, payload, "application/octet-stream")
+        answer: dict[str, Any] = json.loads(body)
+        if status >= 400:
+            raise RuntimeError(answer["type"])
+        assert (status == 201) == answer["stored"]
+        assert answer["checksum"] == xxhash.xxh3_64_hexdigest(payload) == headers["etag"].strip('"')
+        return answer
+
+    def get_block(self, namespace: str, block: str, group: int) -> bytes:
+        path = f"/v1/{namespace}/blocks/{block}?group={group}"
+        status, headers, body = self.exchange("GET", path, b"", "application/json")
+        assert (status, headers["content-type"]) == (200, "application/octet-stream")
+        assert headers["etag"] == f'"{xxhash.xxh3_64_hexdigest(body)}"'
+        assert headers["tierkv-tier"]
+        return body
+
+    def head_block(self, namespace: str, block: str, group: int) -> int | None:
+        """Size of a block, None when it is not published."""
+        path = f"/v1/{namespace}/blocks/{block}?group={group}"
+        status, headers, _ = self.exchange("HEAD", path, b"", "application/json")
+        assert status in (200, 404)
+        return int(headers["content-length"]) if status == 200 else None
 
     def call(self, method: str, path: str, message: dict[str, Any]) -> dict[str, Any]:
         status, headers, body = self.exchange(method, path, json.dumps(message).encode(), "application/json")

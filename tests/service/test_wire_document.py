@@ -60,6 +60,27 @@ def test_a_strangers_client_stores_and_reads_a_block(client: Stranger) -> None:
         client.call("POST", f"/v1/leases/{read['lease']}/renew", {"ttl_s": 1})
 
 
+def test_a_stranger_stores_and_fetches_single_blocks(client: Stranger) -> None:
+    registered = client.call("PUT", "/v1/namespaces", stranger.SPEC)
+    name, sizes = registered["namespace"], registered["block_bytes"]
+    hashes = stranger.chain(name, list(range(50, 58)), stranger.SPEC["block_tokens"], {})
+    payloads = {
+        (at, group): bytes((at + group + n) % 256 for n in range(sizes[group])) for at in (0, 1) for group in (0, 1)
+    }
+    assert client.head_block(name, hashes[0], 0) is None
+    for (at, group), payload in payloads.items():
+        parent = hashes[at - 1] if at else ""
+        stored = client.put_block(name, hashes[at], group, payload, parent)
+        assert (stored["stored"], stored["depth"], stored["length"]) == (True, at, sizes[group])
+        assert client.put_block(name, hashes[at], group, payload, parent) == {**stored, "stored": False}
+    for (at, group), payload in payloads.items():
+        assert client.get_block(name, hashes[at], group) == payload
+        assert client.head_block(name, hashes[at], group) == len(payload)
+    assert client.call("POST", f"/v1/{name}/lookup", {"hashes": "".join(hashes)})["blocks"] == 2
+    with pytest.raises(RuntimeError, match="urn:tierkv:problem:conflict"):
+        client.put_block(name, "0" * 64, 0, payloads[0, 0], "1" * 64)
+
+
 def test_the_stranger_is_one() -> None:
     tree = ast.parse(Path(stranger.__file__).read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -68,7 +89,7 @@ def test_the_stranger_is_one() -> None:
 
 
 def test_every_route_is_documented_and_no_other() -> None:
-    documented = set(re.findall(r"`(GET|PUT|POST|DELETE) (/[^`?]*)", DOCUMENT))
+    documented = set(re.findall(r"`(GET|HEAD|PUT|POST|DELETE) (/[^`?]*)", DOCUMENT))
     served = {(route.method, route.path) for route in ROUTES}
     names = {"{ns}": "{namespace}"}
     for method, path in served.copy():
