@@ -16,10 +16,10 @@ else
 ACCELERATOR := torch==2.13.0 'triton>=3.5'
 endif
 
-.PHONY: help demo test torture check lint format typecheck clean
+.PHONY: help demo test pictures torture state-machine check lint format typecheck clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(READY) ## run a small model with and without the cache
 	$(BIN)/tierkv demo
@@ -27,8 +27,14 @@ demo: $(READY) ## run a small model with and without the cache
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest
 
+pictures: $(READY) ## take the pictures of the dashboard in docs/ anew (needs chromium)
+	$(BIN)/python -m tests.dashboard.pictures
+
 torture: $(READY) ## kill, damage, fill and crowd for half an hour
 	TIERKV_LONG=1 $(BIN)/python -m pytest -s tests/torture tests/cache/test_machine.py tests/cache/test_stress.py
+
+state-machine: $(READY) ## 100,000 random steps of the whole cache against a model
+	TIERKV_LONG=1 $(BIN)/python -m pytest -q tests/cache/test_machine.py
 
 check: lint typecheck test ## everything CI runs
 

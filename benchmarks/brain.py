@@ -62,7 +62,7 @@ def lookups(cache: EmbeddedCache, made: KVSpec) -> None:
     chain = Chain.of(made, tokens)
     for start in range(0, LONG, 256):
         store(cache, Chain(chain.namespace, chain.hashes[: start + 256]))
-    strangers = [Chain(chain.namespace, (bytes([n]) * 32,) + chain.hashes[1:]) for n in range(ROUNDS)]
+    strangers = [Chain(chain.namespace, (bytes([n]) * 32, *chain.hashes[1:])) for n in range(ROUNDS)]
     root = chain_root(made.fingerprint)
     keys_given, fresh, from_tokens, misses, hashing = [], [], [], [], []
     for n in range(ROUNDS):
@@ -136,7 +136,8 @@ def memory() -> None:
             store(cache, chain)
         gc.collect()
         held = cache.stats()["published_blocks"]
-        print(f"memory of the process per block in memory: {(_anonymous() - before) / held:.0f} bytes ({held:,} blocks)")
+        each = (_anonymous() - before) / held
+        print(f"memory of the process per block in memory: {each:.0f} bytes ({held:,} blocks)")
 
 
 def _anonymous() -> int:

@@ -173,7 +173,7 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class TicketProgress:
-    """How far a prefetch is. `state` is ``loading``, ``done`` or ``cancelled``; failed blocks count as done."""
+    """How far a prefetch is; failed blocks count as done."""
 
     state: Literal["loading", "done", "cancelled"]
     blocks_total: int
@@ -195,8 +195,8 @@ class Ticket(ABC):
     def wait(self, wait_s: float, *, groups: int | None = None) -> TicketProgress:
         """Wait until the prefetch is over, at most `wait_s` seconds.
 
-        `groups`: only for the first so many KV groups. They are loaded in their order, so that an engine can begin with
-        the layers of the first: ``acquire(..., groups=...)``. A layer group is a KV group of its own in the spec.
+        `groups`: only for the first so many KV groups (groups of layers), which are loaded in their order, so that an
+        engine can begin with the first: ``acquire(..., groups=...)``.
         """
 
     @abstractmethod
@@ -208,8 +208,8 @@ class ComputeLease(ABC):
     """The promise to compute blocks ``[start, stop)`` of a chain while others wait for them; `id` is its opaque name.
 
     Every commit of such a block is progress; without any for the `compute_s` it was granted with, the lease is somebody
-    else's. It ends by itself when its last block is published. Losing it forbids nothing: computed blocks may still
-    be committed.
+    else's, and reservations of its blocks are over. It ends by itself when its last block is published. Losing it
+    forbids nothing: what was computed may still be stored, under a new reservation.
     """
 
     id: str
@@ -234,12 +234,10 @@ class ComputeLease(ABC):
 
 
 class ReadLease(ABC):
-    """Pins the blocks of a hit until released or expired.
+    """Pins the blocks of a hit until released or expired; `id` is its opaque name.
 
     Attributes
     ----------
-    id
-        Opaque name of the lease.
     blocks
         References to the pinned blocks, by index, then group.
     hit_blocks, hit_tokens
@@ -253,17 +251,15 @@ class ReadLease(ABC):
     missed_tokens
         Tokens asked for and not pinned, by reason: ``absent`` (never stored, as far as is known), ``evicted``,
         ``not_demoted_in_time``, ``deleted``, ``cleared``, ``corrupt``, ``late``, ``no_room``, ``failed``,
-        ``cheaper_computed``. What other tenants have is not among them: nobody is told.
+        ``cheaper_computed``. Never: that another tenant has them.
     saved_s
         Seconds of prefill that the hit saves, less `waited_s`; 0 while the engine's speed is unknown.
     waited_s
         Seconds this call waited for loads and for others who compute.
     choice
         How far was loaded, and why.
-    compute
-        The lease to compute what is missing behind the published prefix, if this caller asked and is the one.
-    computed_elsewhere
-        Somebody else computes what is missing.
+    compute, computed_elsewhere
+        The lease to compute what is missing, if this caller asked and is the one; whether somebody else computes it.
     """
 
     id: str
@@ -309,12 +305,11 @@ class ReadLease(ABC):
 
 
 class WriteLease(ABC):
-    """Room for blocks that are about to be written. Leaving the context aborts whatever was not committed.
+    """Room for blocks that are about to be written; `id` is its opaque name. Leaving the context aborts what was not
+    committed.
 
     Attributes
     ----------
-    id
-        Opaque name of the lease.
     grants
         One answer per requested block and group, in order.
     """

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HASH_BYTES",
+    "SESSION_CHARACTERS",
     "TENANT_NAME",
     "adopt_chain",
     "block_key",
@@ -37,6 +38,8 @@ __all__ = [
 HASH_BYTES = 32
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """What tenants and share scopes can be called."""
+SESSION_CHARACTERS = 128
+"""Longest name of a session."""
 _NO_EXTRA: Mapping[int, bytes] = {}
 
 

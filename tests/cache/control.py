@@ -63,7 +63,8 @@ class HeldReads:
 
     def let(self, reads: int = 1) -> None:
         """Let some reads through, now or as they come."""
-        self._permits.release(reads)
+        for _ in range(reads):
+            self._permits.release()
 
     def open(self) -> None:
         """Let everything through from now on."""

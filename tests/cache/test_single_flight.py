@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-import signal
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tierkv
-from tests.service.daemon import running
-from tierkv.cache import Cache, Chain, ComputeLease, ReadLease
+from tierkv.cache import Cache, Chain, ComputeLease, ReadLease, Written
 from tierkv.core.acquiring import Terms
 from tierkv.embedded import EmbeddedCache
 from tierkv.errors import LeaseLost
 from tierkv.spec import KVGroup, KVSpec
+from tierkv.storage.tier import checksum
 
 from .conftest import Deployment
 from .control import Clock, nothing_is_held
@@ -33,7 +29,7 @@ SETTINGS = {
     "cold": {"capacity": "64MiB"},
     "tenants": {"one": {"scope": "team"}, "two": {"scope": "team"}, "three": {"scope": "others"}},
 }
-LONG_S = 60.0
+LONG_S = 20.0
 
 
 @pytest.fixture
@@ -283,10 +279,8 @@ def test_a_group_alone_does_not_end_the_wait(embedded: EmbeddedCache, pool: Thre
     with embedded.acquire(chain, compute_s=LONG_S) as first, embedded.reserve(chain) as lease:
         asked = asks(pool, embedded, chain)
         write(lease, spec, chain)
-        written = [
-            tierkv.cache.Written(0, group, len(lease.buffer(0, group)), tierkv.storage.tier.checksum(lease.buffer(0, group)))
-            for group in (0, 1)
-        ]
+        blocks = [payload(spec, chain, 0, group) for group in (0, 1)]
+        written = [Written(0, group, len(block), checksum(block)) for group, block in enumerate(blocks)]
         writer.commit(tenant, lease.id, written[:1])
         assert still_waits(asked)
         computes(first).renew(LONG_S)
@@ -322,9 +316,7 @@ def test_strangers_do_not_wait_for_each_other(deployment: Deployment, spec: KVSp
         computes(read).release()
 
 
-def test_members_of_a_scope_wait_for_each_other(
-    deployment: Deployment, spec: KVSpec, pool: ThreadPoolExecutor
-) -> None:
+def test_members_of_a_scope_wait_for_each_other(deployment: Deployment, spec: KVSpec, pool: ThreadPoolExecutor) -> None:
     chain = make_chain(spec, 4)
     one, two = deployment.connect("one"), deployment.connect("two")
     with one.acquire(chain, compute_s=LONG_S) as first:
@@ -351,7 +343,7 @@ def test_a_lease_is_its_holders_alone(deployment: Deployment, spec: KVSpec, cach
 
 @pytest.fixture
 def embedded(tmp_path: Path) -> Iterator[EmbeddedCache]:
-    with tierkv.open({"warm": {"capacity": "4MiB", "directory": str(tmp_path)}}) as cache:
+    with tierkv.open({"warm": {"capacity": "16MiB", "directory": str(tmp_path)}}) as cache:
         assert isinstance(cache, EmbeddedCache)
         yield cache
 
@@ -359,24 +351,68 @@ def embedded(tmp_path: Path) -> Iterator[EmbeddedCache]:
 def test_a_lease_lives_from_progress_to_progress(embedded: EmbeddedCache, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec()
     embedded.register(spec)
-    chain = make_chain(spec, 8)
+    chain, other = make_chain(spec, 8), make_chain(spec, 1, seed=1)
     clock = Clock(monkeypatch, embedded)
+
+    def pass_time(seconds: float) -> None:
+        embedded.reserve(other, ttl_s=1.0)  # once this has expired, so has whatever else was due
+        clock.advance(seconds)
+        wait_until(lambda: not embedded.stats()["leases"]["write"])
+
     with embedded.acquire(chain, compute_s=100.0, ttl_s=1e6) as first:
         for index in range(5):
-            clock.advance(90.0)
+            pass_time(90.0)
             publish(embedded, spec, chain, [index])
-            wait_until(lambda: embedded.acquire(chain, wait_s=0.0, compute_s=1.0).computed_elsewhere)
         computes(first).renew(1000.0)
-        clock.advance(900.0)
+        pass_time(900.0)
         publish(embedded, spec, chain, [5])  # a renewal holds for all progress from now on
-        clock.advance(900.0)
+        pass_time(900.0)
         assert embedded.stats()["counters"]["compute_leases"] == {"granted": 1}
-        clock.advance(110.0)
-        wait_until(lambda: embedded.stats()["counters"]["compute_leases"] == {"granted": 1, "expired": 1})
+        pass_time(110.0)
+        assert embedded.stats()["counters"]["compute_leases"] == {"granted": 1, "expired": 1}
         with pytest.raises(LeaseLost):
             computes(first).renew(1.0)
         with embedded.acquire(chain, compute_s=1.0) as second:
             assert span(second) == (6, 8)
+
+
+def test_who_takes_over_can_store_what_it_computes(embedded: EmbeddedCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec()
+    embedded.register(spec)
+    chain = make_chain(spec, 6)
+    clock = Clock(monkeypatch, embedded)
+    embedded.acquire(chain, compute_s=5.0)
+    dead = embedded.reserve(chain)
+    write(dead, spec, chain)
+    dead.commit([0, 1])
+    clock.advance(6.0)
+    wait_until(lambda: not embedded.stats()["leases"]["compute"])
+    with embedded.acquire(chain, compute_s=5.0) as second:
+        assert span(second) == (2, 6)
+        publish(embedded, spec, chain, range(2, 6))
+    assert embedded.lookup(chain).blocks == 6
+
+
+def test_whatever_groups_are_computed_it_is_known(embedded: EmbeddedCache) -> None:
+    spec = make_spec(KVGroup((0,), "full", 1, 64), KVGroup((1,), "full", 1, 64))
+    embedded.register(spec)
+    chain = make_chain(spec, 2)
+    with embedded.acquire(chain, compute_s=LONG_S, groups=(1,)) as first:
+        assert span(first) == (0, 2)
+        with embedded.acquire(chain, wait_s=0.0, compute_s=LONG_S) as second:
+            assert second.computed_elsewhere
+
+
+def test_a_client_that_closes_computes_no_more(daemon: tuple[list[str], Path]) -> None:
+    spec = make_spec()
+    chain = make_chain(spec, 2)
+    with tierkv.connect(daemon[0][0]) as leaving, tierkv.connect(daemon[0][0]) as staying:
+        leaving.register(spec)
+        read = leaving.acquire(chain, compute_s=LONG_S)
+        leaving.close()
+        assert span(read) == (0, 2)
+        with staying.acquire(chain, wait_s=0.0, compute_s=LONG_S) as second:
+            assert span(second) == (0, 2)
 
 
 def test_who_stops_waiting_leaves_nothing(embedded: EmbeddedCache) -> None:
@@ -405,96 +441,3 @@ def test_closing_wakes_those_who_wait(tmp_path: Path, pool: ThreadPoolExecutor) 
         asked = asks(pool, cache, chain, wait_s=math.inf)
         assert still_waits(asked)
     assert asked.exception(LONG_S) is None or isinstance(asked.exception(), tierkv.TierKVError)
-
-
-PROMPT_TOKENS = 2000
-PROCESSES = 16
-PROGRESS_S = 0.5
-BOUND_S = 30.0
-
-
-class Engines:
-    """Processes that all get the same prompt at the same moment and take some milliseconds to compute a block.
-
-    Attributes
-    ----------
-    prefilled
-        Blocks each has computed so far.
-    """
-
-    def __init__(self, url: str, spec: KVSpec) -> None:
-        fork = multiprocessing.get_context("fork")
-        self._url, self._spec = url, spec
-        self._chain = Chain.of(spec, np.arange(PROMPT_TOKENS))
-        self._go = fork.Barrier(PROCESSES + 1)
-        self.prefilled = fork.Array("i", PROCESSES, lock=False)
-        self.processes: list[BaseProcess] = [fork.Process(target=self._serve, args=(n,)) for n in range(PROCESSES)]
-
-    @property
-    def blocks(self) -> int:
-        return len(self._chain)
-
-    def start(self) -> None:
-        for process in self.processes:
-            process.start()
-        self._go.wait(BOUND_S)
-
-    def exit_codes(self) -> list[int | None]:
-        """Wait for all of them; None for those that hang."""
-        for process in self.processes:
-            process.join(BOUND_S)
-        codes = [process.exitcode for process in self.processes]
-        for process in self.processes:
-            process.kill()
-            process.join()
-        return codes
-
-    def _serve(self, number: int) -> None:
-        spec, chain, nap = self._spec, self._chain, Event()
-        with tierkv.connect(self._url, timeout_s=BOUND_S) as cache:
-            cache.register(spec)
-            self._go.wait(BOUND_S)
-            with cache.acquire(chain, wait_s=BOUND_S, compute_s=PROGRESS_S) as read:
-                # Of a dead engine, first the room must be free again and then its promise, or who takes over finds
-                # its blocks being written by nobody.
-                start, ttl_s = read.hit_blocks, PROGRESS_S / 2
-                with cache.reserve(chain, start=start, ttl_s=ttl_s) as lease:
-                    granted = {grant.index for grant in lease.granted}
-                    for index in range(start, len(chain)):
-                        nap.wait(0.003)
-                        self.prefilled[number] += 1
-                        if index in granted:
-                            lease.write(index, payload(spec, chain, index))
-                            lease.commit([index])
-                            lease.renew(ttl_s)
-            with cache.acquire(chain, wait_s=0.0) as read:
-                assert read.hit_blocks == len(chain)
-                assert_intact(read, spec, chain)
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running({"warm": {"capacity": "16MiB"}}) as daemon:
-        yield daemon.url
-
-
-def test_sixteen_processes_prefill_one_prompt_once(url: str) -> None:
-    engines = Engines(url, make_spec(KVGroup((0,), "full", 1, 16), block_tokens=64))
-    engines.start()
-    assert engines.exit_codes() == [0] * PROCESSES
-    assert sorted(engines.prefilled) == [0] * (PROCESSES - 1) + [engines.blocks]
-
-
-def test_a_killed_process_costs_less_than_half_a_prompt(url: str) -> None:
-    engines = Engines(url, make_spec(KVGroup((0,), "full", 1, 16), block_tokens=64))
-    engines.start()
-    wait_until(lambda: max(engines.prefilled) >= engines.blocks // 2)
-    victim = int(np.argmax(engines.prefilled))
-    pid = engines.processes[victim].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    codes = engines.exit_codes()
-    assert codes.pop(victim) == -signal.SIGKILL
-    assert codes == [0] * (PROCESSES - 1)
-    assert engines.blocks <= sum(engines.prefilled) <= 1.5 * engines.blocks
-    assert sum(prefilled > 0 for prefilled in engines.prefilled) == 2

@@ -132,6 +132,7 @@ class Acquisition:
     def begin(self, namespace: str, hashes: Sequence[bytes]) -> Pause | None:
         """Start loading what pays. Raises `NotFound` for an unknown namespace."""
         terms = self._terms
+        self._state.sessions.check(terms.session)
         self._hashes = hashes
         self._chain = ChainView(self._state, self._tenant, namespace, hashes, terms.groups)
         self._total = len(hashes) if terms.max_blocks is None else max(0, min(len(hashes), terms.max_blocks))
@@ -155,7 +156,7 @@ class Acquisition:
         """Find the published prefix and start loading as far as it pays."""
         chain = self._chain
         self._published = chain.hit(self._total)
-        self._fitting = chain.fitting(self._published, self._state.placement.memory[-1].tier, 1.0)
+        self._fitting = self._fit(self._published)
         ready = chain.hit(self._fitting, self._mask)
         if ready == self._fitting or self._terms.wait_s <= 0:
             reason = "in_memory" if self._fitting else "miss"
@@ -241,9 +242,7 @@ class Acquisition:
         if published <= self._published:
             return False
         self._published = published
-        self._fitting = self._target = self._planned = self._chain.fitting(
-            published, self._state.placement.memory[-1].tier, 1.0
-        )
+        self._fitting = self._target = self._planned = self._fit(published)
         self._want(self._chain.needed(self._target), load=time.monotonic() < self._deadline)
         return True
 
@@ -317,7 +316,10 @@ class Acquisition:
         tokens_by_tier = {name: count * chain.spec.block_tokens for name, count in by_tier.items()}
         block_tokens, tokens = chain.spec.block_tokens, length * chain.spec.block_tokens
         requested = self._total * block_tokens
-        state.ledger.acquired(self._tenant, chain.info.fingerprint, requested, tokens_by_tier, missed, waited_s)
+        saved_s = max(0.0, length * (self._block_s() or 0.0) - waited_s)
+        state.ledger.acquired(
+            self._tenant, chain.info.fingerprint, requested, tokens_by_tier, missed, saved_s, waited_s
+        )
         lease_id, deadline = "", now + terms.ttl_s
         if entries:
             lease_id = LeaseTable.new_id()
@@ -331,7 +333,7 @@ class Acquisition:
             self._published,
             tokens_by_tier,
             {reason: blocks * block_tokens for reason, blocks in missed.items()},
-            max(0.0, length * (self._block_s() or 0.0) - waited_s),
+            saved_s,
             waited_s,
             self._choice,
             self._grant,
@@ -367,6 +369,10 @@ class Acquisition:
         counters.hidden_seconds += hidden
         counters.exposed_seconds += ended - started - hidden
         counters.lead_seconds += max(0.0, self._asked - ended)
+
+    def _fit(self, length: int) -> int:
+        """How much of a prefix there can be room for."""
+        return self._chain.fitting(length, self._state.placement.memory[-1].tier, 1.0)
 
     def _costs(self, length: int) -> list[float | None]:
         """Seconds that each block of a prefix adds to loading it, as `decide` wants them."""

@@ -21,7 +21,7 @@ from tierkv.storage.hot import HotTier
 from tierkv.storage.tier import SlotTier
 from tierkv.storage.warm import WarmTier
 
-__all__ = ["build_engine"]
+__all__ = ["bounds", "build_engine", "check_tiers", "cold_path", "make_state_directory", "read_secret", "tenant_rules"]
 
 MIN_SEGMENT, MAX_SEGMENT = 16 << 20, 4 << 30
 _SECRET_BYTES = 32
@@ -33,14 +33,9 @@ def build_engine(config: Config) -> Engine:
     Raises `ConfigError`, `StoreInUse`, `ForeignStore`, `StorageFull`, `StorageError`, `DependencyMissing` or
     `DeviceError`; whatever was opened before is closed again.
     """
-    if 0 < config.cold.capacity < config.warm.capacity:
-        raise ConfigError(
-            f"the cold tier of {config.cold.capacity} bytes is smaller than the warm tier of {config.warm.capacity}",
-            remedy="give cold.capacity several times warm.capacity, or 0 to switch it off",
-        )
+    check_tiers(config)
     if config.state_dir is not None:
-        _make_directory(config.state_dir)
-    cold_path = _cold_path(config)
+        make_state_directory(config.state_dir)
     secret = _secret(config.state_dir)
     instance = _instance(config.state_dir)
     _remove_leftovers(config.warm.directory)
@@ -63,7 +58,7 @@ def build_engine(config: Config) -> Engine:
             memory.append(_memory_tier(warm, config.warm.policy, config.warm.demote_ahead))
         if config.cold.capacity:
             cold = ColdTier(
-                cold_path,
+                cold_path(config),
                 capacity_bytes=config.cold.capacity,
                 segment_bytes=config.cold.segment or _segment_bytes(config.cold.capacity),
                 codec=config.cold.codec,
@@ -72,15 +67,14 @@ def build_engine(config: Config) -> Engine:
                 on_evict=cold_evicted,
                 encode_threads=config.cold.encode_threads,
             )
-        limits = config.limits
         engine = Engine(
             memory,
             cold,
             secret,
             load_threads=config.load_threads,
             load_bytes=config.load_bytes,
-            rules=_rules(config),
-            most=Limits(limits.namespaces, limits.tenants, limits.sessions),
+            rules=tenant_rules(config),
+            most=bounds(config),
         )
         return engine
     except BaseException:
@@ -114,7 +108,13 @@ def _memory_tier(tier: SlotTier, policy: PolicyConfig, demote_ahead: float) -> M
     return MemoryTier(tier, make, demote_ahead)
 
 
-def _rules(config: Config) -> dict[str, TenantRules]:
+def bounds(config: Config) -> Limits:
+    """Return how much the configuration lets an engine remember."""
+    return Limits(config.limits.namespaces, config.limits.tenants, config.limits.sessions)
+
+
+def tenant_rules(config: Config) -> dict[str, TenantRules]:
+    """Return what the configuration grants tenants."""
     rules: dict[str, TenantRules] = {}
     for name, granted in config.tenants.items():
         quotas = {"hot": granted.hot, "warm": granted.warm, "cold": granted.cold}
@@ -123,12 +123,20 @@ def _rules(config: Config) -> dict[str, TenantRules]:
     return rules
 
 
-def _cold_path(config: Config) -> Path:
-    if config.cold.path is not None:
-        return config.cold.path
-    if config.state_dir is None and config.cold.capacity:
+def check_tiers(config: Config) -> None:
+    """Raise `ConfigError` for tiers that do not go together. Opens nothing."""
+    if 0 < config.cold.capacity < config.warm.capacity:
+        raise ConfigError(
+            f"the cold tier of {config.cold.capacity} bytes is smaller than the warm tier of {config.warm.capacity}",
+            remedy="give cold.capacity several times warm.capacity, or 0 to switch it off",
+        )
+    if config.cold.capacity and config.cold.path is None and config.state_dir is None:
         raise ConfigError("the cold tier has no place", remedy="set cold.path or state_dir")
-    return (config.state_dir or Path()) / "cold"
+
+
+def cold_path(config: Config) -> Path:
+    """Return where the cold tier lies, or would if there were one."""
+    return config.cold.path or (config.state_dir or Path()) / "cold"
 
 
 def _segment_bytes(capacity: int) -> int:
@@ -159,7 +167,8 @@ def _remove_leftovers(directory: Path) -> None:
                 os.close(descriptor)
 
 
-def _make_directory(path: Path) -> None:
+def make_state_directory(path: Path) -> None:
+    """Make a state directory for this user only, unless it is there. Raises `StorageError`."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -174,6 +183,14 @@ def _secret(state_dir: Path | None) -> bytes:
     try:
         if not path.exists():
             _write_secret(path)
+    except OSError as error:
+        raise StorageError(f"cannot use {path}: {error.strerror}", remedy="choose another state_dir") from None
+    return read_secret(path)
+
+
+def read_secret(path: Path) -> bytes:
+    """Read a server secret. Raises `StorageError`, or `ConfigError` for one of another length or open to others."""
+    try:
         secret, mode = path.read_bytes(), path.stat().st_mode
     except OSError as error:
         raise StorageError(f"cannot use {path}: {error.strerror}", remedy="choose another state_dir") from None

@@ -9,7 +9,7 @@ All access happens under the engine's lock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 from tierkv.core.chain import ChainView
@@ -21,22 +21,16 @@ __all__ = ["Computing"]
 
 
 class Computing:
-    """Hands out compute leases and wakes those who wait for what they cover.
+    """Hands out compute leases and wakes those who wait for what they cover."""
 
-    Parameters
-    ----------
-    wake
-        Called (with the lock held) when a deadline may be the next.
-    """
-
-    def __init__(self, state: State, wake: Callable[[], None]) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
-        self._wake = wake
         self._computing: dict[bytes, ComputeRecord] = {}
 
     def at(self, chain: ChainView, index: int) -> ComputeRecord | None:
         """Return the lease under which somebody computes a block of a chain."""
-        return self._computing.get(chain.key(index, 0))
+        found = (self._computing.get(chain.key(index, group)) for group in chain.groups)
+        return next((lease for lease in found if lease is not None), None)
 
     def claim(self, tenant: Tenant, chain: ChainView, start: int, stop: int, ttl_s: float) -> ComputeRecord:
         """Grant the lease on blocks ``[start, stop)``; what of them somebody else computes stays theirs."""
@@ -53,7 +47,6 @@ class Computing:
                         lease.left[index] = lease.left.get(index, 0) + 1
         self._state.leases.add(lease)
         self._state.counters.compute_leases["granted"] += 1
-        self._wake()
         return lease
 
     def wait(self, lease: ComputeRecord, chain: ChainView, start: int, stop: int) -> Future[None]:

@@ -37,6 +37,8 @@ class Counters:
         Leases ended by their deadline, by kind.
     load_seconds, hidden_seconds, exposed_seconds
         Work of loads that requests used; its part that was over before the request asked; the rest.
+    saved_seconds
+        Seconds of prefill that hits saved, less those spent waiting for them; where the engine's speed is known.
     lead_seconds
         From the arrival of prefetched blocks to their first use, summed over the blocks.
     wasted_bytes
@@ -68,6 +70,7 @@ class Counters:
     load_seconds: float = 0.0
     hidden_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    saved_seconds: float = 0.0
     lead_seconds: float = 0.0
     wasted_bytes: int = 0
     compute_leases: Counter[str] = field(default_factory=Counter)

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 32 << 20
 RETRY_S = 5.0
+DRAIN_PASSES = 2
 
 
 class Demoter:
@@ -32,6 +33,12 @@ class Demoter:
         self._lock = state.lock
         self._one_at_a_time = Lock()
         self._refused_until = 0.0
+        self._refusal = ""
+
+    @property
+    def refusal(self) -> str:
+        """Problem type of what the cold tier said when it last refused a block; empty when it takes blocks."""
+        return self._refusal if time.monotonic() < self._refused_until + RETRY_S else ""
 
     def run(self, *, everything: bool = False) -> int:
         """Demote one batch from the slowest memory tier that needs it; return how many blocks were dealt with. Blocks.
@@ -47,15 +54,17 @@ class Demoter:
         return 0
 
     def drain(self) -> None:
-        """Demote what is dirty now, down to the last tier. Blocks.
+        """Demote what is dirty, down to the last tier. Blocks.
 
-        Not more: a cold tier that is smaller than memory gives up blocks for those that arrive, without end.
+        In so many passes, not until nothing is left: what arrives in a cold tier that is full makes others leave it,
+        and copies of those in memory dirty, without end where it is smaller than memory.
         """
-        with self._lock:
-            memory = self._placement.memory
-            left = sum(len(m.dirty) * (len(memory) - level) for level, m in enumerate(memory))
-        while left > 0 and (dealt_with := self.run(everything=True)):
-            left -= dealt_with
+        for _ in range(DRAIN_PASSES):
+            with self._lock:
+                memory = self._placement.memory
+                left = sum(len(m.dirty) * (len(memory) - level) for level, m in enumerate(memory))
+            while left > 0 and (dealt_with := self.run(everything=True)):
+                left -= dealt_with
 
     def waiting(self) -> bool:
         """Say whether `run` would find something to do now (called with the engine's lock held)."""
@@ -178,7 +187,7 @@ class Demoter:
             with self._lock:
                 index.arriving.difference_update(keys)
         if moved:
-            self._refused_until = 0.0  # there is room again
+            self._refused_until, self._refusal = 0.0, ""  # there is room again
         purge(cold, unwanted, self._state)
         self._hold_to_quota(cold, {entry.meta.tenant for entry, _ in items})
         return [moved.get(entry.key, False) for entry in batch]
@@ -202,7 +211,7 @@ class Demoter:
         now = time.monotonic()
         if now >= self._refused_until:
             log.warning("the cold tier refuses blocks: %s", error)
-        self._refused_until = now + RETRY_S
+        self._refused_until, self._refusal = now + RETRY_S, error.slug
 
 
 def purge(cold: Tier, keys: Sequence[bytes], state: State) -> None:

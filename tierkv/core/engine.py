@@ -16,6 +16,7 @@ from typing import Any
 
 from tierkv.core.computing import Computing
 from tierkv.core.demotion import Demoter, purge
+from tierkv.core.events import Event
 from tierkv.core.hints import Hints
 from tierkv.core.index import Entry, Index
 from tierkv.core.leases import ComputeRecord, Lease, PinRecord, WriteRecord
@@ -25,6 +26,7 @@ from tierkv.core.placement import MemoryTier, Placement
 from tierkv.core.prefetching import Prefetcher
 from tierkv.core.reading import Reader
 from tierkv.core.sessions import Session, SessionTable
+from tierkv.core.single import SingleBlocks
 from tierkv.core.state import NamespaceInfo, State
 from tierkv.core.tenants import Tenant, TenantRules, Tenants
 from tierkv.core.trunks import Trunk, fold
@@ -95,11 +97,13 @@ class Engine:
         self._loader = Loader(
             state, self._need_room, threads=load_threads, bytes_in_flight=load_bytes, room_wait_s=ROOM_WAIT_S
         )
+        state.leases.on_earlier = self._wakeup.notify
         self._demoter = Demoter(state)
-        self._computing = Computing(state, self._wakeup.notify)
+        self._computing = Computing(state)
         self.prefetcher = Prefetcher(state, self._loader)
         self.reader = Reader(state, self._loader, self._computing)
         self.writer = Writer(state, self._computing, self._wakeup.notify, QUARANTINE_S)
+        self.single = SingleBlocks(state, self._loader, self.writer, self.release)
         self.hints = Hints(state, self.prefetcher)
         self.uses = Uses(state)
         self._caretaker = Thread(target=self._take_care, name="tierkv-caretaker", daemon=True)
@@ -146,6 +150,20 @@ class Engine:
         with self._state.lock:
             return list(self._state.namespaces.values())
 
+    def regrant(self, rules: Mapping[str, TenantRules], most: Limits, load_bytes: int) -> bool:
+        """Go on with other rules and bounds. What exceeds them stays until it would have left anyway.
+
+        A tenant that is known keeps its share scope; returns whether the rules ask for another one.
+        """
+        with self._state.lock:
+            self._most = most
+            self._state.sessions.most = most.sessions
+            moved = self._state.tenants.regrant(rules, most.tenants)
+            for memory in self.placement.memory:
+                memory.order.regrant()
+        self._loader.bound(load_bytes)
+        return moved
+
     def release(self, tenant: Tenant, lease_id: str, corrupt: Sequence[tuple[int, int]] = ()) -> None:
         """End a read or compute lease; blocks (index, group) its holder found corrupt are verified again.
 
@@ -177,6 +195,16 @@ class Engine:
             if isinstance(lease, ComputeRecord):
                 lease.ttl_s = ttl_s
             self._wakeup.notify()
+
+    def held_leases(self, tenant: Tenant) -> int:
+        """How many live leases of all kinds a tenant has."""
+        with self._state.lock:
+            return self._state.leases.held(tenant.id)
+
+    @property
+    def cold_refusal(self) -> str:
+        """Problem type of why the cold tier takes no blocks, such as ``storage-full``; empty when it does."""
+        return self._demoter.refusal
 
     def delete(self, tenant: Tenant, namespace: str, chain_hash: bytes) -> int:
         """Unpublish one block in all groups and tiers; return how many were there. Blocks on the cold tier."""
@@ -222,11 +250,36 @@ class Engine:
         report["tiers"] = {tier.name: tier.describe() for tier in self._tiers()}
         return report
 
-    def trunks(self, most: int) -> list[Trunk]:
-        """Return the most used trunks of what is in memory, see `tierkv.core.trunks`."""
+    def namespace_of(self, fingerprint: bytes) -> NamespaceInfo | None:
+        """Return the namespace with this fingerprint; None for one that was not registered since the start."""
+        with self._state.lock:
+            return self._state.namespaces.get(fingerprint.hex())
+
+    def trunks(self, most: int, tenant: Tenant | None = None) -> list[Trunk]:
+        """Return the most used trunks of what is in memory, of one tenant or of all, see `tierkv.core.trunks`."""
         with self._state.lock:
             entries = self._state.index.all_awake()
-        return fold(entries, most)
+        return fold((e for e in entries if tenant is None or e.meta.tenant == tenant.id), most)
+
+    def tenant_of(self, tenant_id: bytes) -> Tenant | None:
+        """Return the tenant with this id; None for one that was not seen since the start."""
+        with self._state.lock:
+            return self._state.tenants.of(tenant_id)
+
+    @property
+    def last_event(self) -> int:
+        """Number of the latest event, 0 before the first."""
+        return self._state.ledger.events.last
+
+    def events_since(self, sequence: int, most: int) -> tuple[list[Event], int]:
+        """Return at most so many events after `sequence`, and how many before them are not kept any more."""
+        with self._state.lock:
+            return self._state.ledger.events.since(sequence, most)
+
+    def next_event(self, sequence: int) -> Future[None]:
+        """Return a future that is done as soon as there is an event after `sequence`. Cancel it to stop waiting."""
+        with self._state.lock:
+            return self._state.ledger.events.after(sequence)
 
     def close(self) -> None:
         """End every lease, flush, and close the tiers. Blocks. Idempotent."""
@@ -254,13 +307,15 @@ class Engine:
         level = self.placement.cold_level
         with self._state.lock:
             for key in keys:
-                self._state.index.condemned.discard(key)
+                if key in self._state.index.condemned:
+                    self._state.index.condemned.discard(key)
+                    continue
                 entry = self._state.index.awake(key)
                 if entry is not None and entry.levels >> level & 1:
-                    self._state.ledger.left_cold(key, last=False)
+                    self._state.ledger.left_cold(key, entry)
                     self.placement.lost_level(entry, level, "evicted")
                 elif entry is None and key not in self._state.index.purging:
-                    self._state.ledger.left_cold(key, last=True)
+                    self._state.ledger.left_cold(key, None)
 
     def _tiers(self) -> list[Tier]:
         cold = self.placement.cold
@@ -330,10 +385,14 @@ class Engine:
             log.info("a paused session is not prefetched: %s", error)
 
     def _end(self, lease: Lease, *, quarantine: bool) -> None:
+        state = self._state
         if isinstance(lease, WriteRecord):
             self.writer.end(lease, quarantine=quarantine)
         elif isinstance(lease, ComputeRecord):
             self._computing.end(lease, "expired")
+            for writing in state.leases.writing(lease.keys):  # whoever takes over must be able to store
+                state.leases.remove(writing)
+                self.writer.end(writing, quarantine=True)
         elif isinstance(lease, PinRecord):
             self.hints.ended(lease)
         else:

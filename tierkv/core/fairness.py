@@ -66,6 +66,14 @@ class FairOrder:
         self._active: dict[bytes, _Share] = {}
         self._divided = 0.0
 
+    def regrant(self) -> None:
+        """Look up the rules of all tenants again. Nobody loses a block before somebody needs the room."""
+        for tenant, share in self._shares.items():
+            rules = self._rules(tenant)
+            share.weight, share.quota = rules.weight, rules.quotas.get(self._tier, math.inf)
+            share.target = 0.0
+        self._divide()
+
     def seen(self, tenant: bytes) -> None:
         """Note that a tenant asks for blocks."""
         share = self._share(tenant)
@@ -147,7 +155,8 @@ class FairOrder:
             share = active[name]
             return share.used / share.target if share.target else math.inf
 
-        by_use = sorted(active, key=fullness, reverse=True)
+        # Of two that are equally full the one that asks.
+        by_use = sorted(active, key=lambda name: (fullness(name), name == tenant), reverse=True)
         over = [t for t in by_use if active[t].used > active[t].target]
         if not over:
             return by_use[: by_use.index(tenant) + 1] if tenant in active else by_use

@@ -47,9 +47,10 @@ class Hints:
 
     def pin(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes], ttl_s: float) -> Pinned:
         """See `tierkv.cache.Cache.pin`."""
-        self._prefetcher.start(tenant, namespace, hashes, ttl_s)
         with self._state.lock:
-            return self._pin(_name(tenant, namespace, hashes), tenant, namespace, hashes, ttl_s)
+            pinned = self._pin(_name(tenant, namespace, hashes), tenant, namespace, hashes, ttl_s)
+        self._prefetcher.start(tenant, namespace, hashes[: pinned.blocks], ttl_s)
+        return pinned
 
     def unpin(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes]) -> int:
         """See `tierkv.cache.Cache.unpin`."""
@@ -59,6 +60,7 @@ class Hints:
     def end_session(self, tenant: Tenant, namespace: str, name: str) -> int:
         """See `tierkv.cache.Cache.end_session`."""
         state = self._state
+        state.sessions.check(name)
         with state.lock:
             session = state.sessions.find(tenant.id, namespace, name)
             if session is None:
@@ -79,6 +81,7 @@ class Hints:
     def pause_session(self, tenant: Tenant, namespace: str, name: str, expected_s: float) -> int:
         """See `tierkv.cache.Cache.pause_session`."""
         state = self._state
+        state.sessions.check(name)
         now = time.monotonic()
         with state.lock:
             session = state.sessions.find(tenant.id, namespace, name)
@@ -130,17 +133,18 @@ class Hints:
     def _pin(self, name: object, tenant: Tenant, namespace: str, hashes: Sequence[bytes], ttl_s: float) -> Pinned:
         state = self._state
         warm = state.placement.memory[-1]
-        self._unpin(name)
         chain = ChainView(state, tenant, namespace, hashes)
         length = chain.fitting(chain.hit(len(hashes)), warm.tier, PIN_SHARE)
         needed = list(chain.published(length))
         nbytes = sum(chain.info.layouts[group].nbytes for (_, group), _ in needed)
         most = int(PIN_SHARE * warm.order.allowance(tenant.id))
-        if self._pinned_bytes.get(tenant.id, 0) + nbytes > most:
+        before = self._pins.get(name)
+        if self._pinned_bytes.get(tenant.id, 0) - (before.nbytes if before else 0) + nbytes > most:
             raise LimitExceeded(
                 f"pinning {nbytes} bytes more would be over the {most} bytes that may be pinned",
                 remedy="unpin something, pin less, or enlarge the warm tier",
             )
+        self._unpin(name)
         entries: list[Entry] = []
         for block, _ in needed:
             entry = state.index.wake(chain.key(*block))

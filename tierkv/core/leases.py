@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
@@ -137,10 +137,18 @@ Lease = ReadRecord | WriteRecord | ComputeRecord | PinRecord
 
 
 class LeaseTable:
-    """Live leases by id, with their deadlines."""
+    """Live leases by id, with their deadlines.
+
+    Attributes
+    ----------
+    on_earlier
+        Called when a deadline has become the next.
+    """
 
     def __init__(self) -> None:
+        self.on_earlier: Callable[[], None] = lambda: None
         self._live: dict[str, Lease] = {}
+        self._held: Counter[bytes] = Counter()
         self._deadlines: list[tuple[float, str]] = []
 
     @staticmethod
@@ -150,7 +158,8 @@ class LeaseTable:
 
     def add(self, lease: Lease) -> None:
         self._live[lease.id] = lease
-        heapq.heappush(self._deadlines, (lease.deadline, lease.id))
+        self._held[lease.tenant] += 1
+        self._due(lease.deadline, lease.id)
 
     def find(self, lease_id: str, tenant: bytes) -> Lease:
         """Return a live lease of this tenant or raise `LeaseLost`."""
@@ -161,11 +170,14 @@ class LeaseTable:
 
     def renew(self, lease: Lease, deadline: float) -> None:
         if deadline < lease.deadline:  # else it is found again when its old deadline has passed
-            heapq.heappush(self._deadlines, (deadline, lease.id))
+            self._due(deadline, lease.id)
         lease.deadline = deadline
 
     def remove(self, lease: Lease) -> None:
-        self._live.pop(lease.id, None)
+        if self._live.pop(lease.id, None) is not None:
+            self._held[lease.tenant] -= 1
+            if not self._held[lease.tenant]:
+                del self._held[lease.tenant]
 
     def expired(self, now: float) -> list[Lease]:
         """Remove and return every lease whose deadline has passed."""
@@ -176,7 +188,7 @@ class LeaseTable:
             if lease is None:
                 continue
             if lease.deadline <= now:
-                del self._live[lease_id]
+                self.remove(lease)
                 gone.append(lease)
             else:
                 heapq.heappush(self._deadlines, (lease.deadline, lease_id))
@@ -190,9 +202,24 @@ class LeaseTable:
         found = Counter(lease.kind for lease in self._live.values())
         return {kind: found[kind] for kind in get_args(LeaseKind)}
 
+    def writing(self, keys: Container[bytes]) -> list[WriteRecord]:
+        """Return the write leases under which one of these blocks is being written."""
+        writers = [lease for lease in self._live.values() if isinstance(lease, WriteRecord)]
+        return [lease for lease in writers if any(d.key in keys and not d.written for d in lease.drafts.values())]
+
+    def held(self, tenant: bytes) -> int:
+        """How many live leases a tenant has."""
+        return self._held[tenant]
+
+    def _due(self, deadline: float, lease_id: str) -> None:
+        heapq.heappush(self._deadlines, (deadline, lease_id))
+        if self._deadlines[0][1] == lease_id:
+            self.on_earlier()
+
     def drain(self) -> list[Lease]:
         """Remove and return every lease."""
         gone = list(self._live.values())
         self._live.clear()
+        self._held.clear()
         self._deadlines.clear()
         return gone

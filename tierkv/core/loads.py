@@ -45,6 +45,8 @@ class Load:
         Monotonic seconds; 0 before.
     failure
         Why it did not arrive: a label of `Counters.missed_blocks`.
+    cause
+        What was found wrong with a copy that is corrupt: `CorruptBlock.cause`.
     """
 
     key: bytes
@@ -57,6 +59,7 @@ class Load:
     started: float = 0.0
     ended: float = 0.0
     failure: str = "failed"
+    cause: str = ""
     job: Job | None = None
 
 
@@ -119,6 +122,10 @@ class Loader:
             load.failure = "cancelled"
             self._forget(load)
             load.future.set_result(False)
+
+    def bound(self, bytes_in_flight: int) -> None:
+        """Let so many bytes be in flight from now on."""
+        self._scheduler.bound(bytes_in_flight)
 
     def try_again(self) -> None:
         """Let loads wait for room again: somebody who found none has made way (with the lock held)."""
@@ -196,7 +203,7 @@ class Loader:
                     self._state.ledger.promoted(entry, names[source], names[level], load.ended - began)
             return True
         except CorruptBlock as error:
-            load.failure = "corrupt"
+            load.failure, load.cause = "corrupt", error.cause
             with self._lock:
                 if entry.meta is meta:  # else the exact copy is gone, and its memory not this block's
                     self._placement.damaged(entry, source, error.cause)

@@ -59,10 +59,6 @@ class MemoryLevel:
     pressed: bool = False
     dirty_bytes: int = 0
 
-    def part(self, tenant: bytes) -> float:
-        """Return which part of the tier a tenant can count on now."""
-        return self.order.allowance(tenant) / self.tier.usage().capacity_bytes
-
 
 class Placement:
     """Tiers, their eviction orders, and who lies where.
@@ -300,7 +296,11 @@ class Placement:
             yield from memory.order.victims(tenant)
 
     def _may_leave(self, entry: Entry, level: int, lossy: bool) -> bool:
-        return not entry.pins and (lossy or level == self._last or entry.below(level))
+        if entry.pins or lossy:
+            return not entry.pins
+        if level == self._last:  # a block that a faster tier holds would be dirty there, and come back at once
+            return not entry.levels & ((1 << level) - 1)
+        return entry.below(level)
 
     def _evict(self, entry: Entry, level: int) -> Slot:
         memory = self.memory[level]

@@ -46,8 +46,8 @@ class Prefetcher:
     def start(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes], deadline_s: float) -> str:
         """See `tierkv.cache.Cache.prefetch`; returns the ticket's id.
 
-        No more of the prefix is loaded than half of what the tenant can count on in the warm tier, and no more moved on
-        than that of the hot tier, so that a prefetch never pushes out its own blocks.
+        No more of the prefix is loaded than half the warm tier, and no more moved on than the hot tier holds, so that a
+        prefetch never pushes out its own blocks.
         """
         state = self._state
         memory = state.placement.memory
@@ -58,8 +58,8 @@ class Prefetcher:
             if len(self._tickets) >= MOST_TICKETS:
                 self._stop(self._tickets.pop(next(iter(self._tickets))))
             chain = ChainView(state, tenant, namespace, hashes)
-            length = chain.fitting(chain.hit(len(hashes)), memory[warm].tier, 0.5 * memory[warm].part(tenant.id))
-            hot_length = chain.fitting(length, memory[0].tier, memory[0].part(tenant.id))
+            length = chain.fitting(chain.hit(len(hashes)), memory[warm].tier, 0.5)
+            hot_length = chain.fitting(length, memory[0].tier, 1.0)
             needed = list(chain.published(length))
             for block, _ in reversed(needed):  # what is near already must not make way for the rest
                 entry = state.index.awake(chain.key(*block))

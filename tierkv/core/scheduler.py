@@ -102,6 +102,12 @@ class LoadScheduler:
             self._changed.notify()
             return job
 
+    def bound(self, max_bytes: int) -> None:
+        """Let so many bytes be in flight from now on. What is running goes on."""
+        with self._changed:
+            self._max_bytes = max_bytes
+            self._changed.notify_all()
+
     def hasten(self, job: Job, deadline: float) -> None:
         """Let a job run earlier: somebody more urgent wants it. A later deadline or a job that has begun is left."""
         with self._changed:

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tierkv.core.index import Entry
+from tierkv.errors import InvalidRequest
+from tierkv.keys import SESSION_CHARACTERS
 
 __all__ = ["SHARED", "Session", "SessionTable"]
 
@@ -42,12 +44,19 @@ class SessionTable:
     Parameters
     ----------
     most
-        How many are remembered; whoever was silent longest is forgotten first, as if it had never been named.
+        How many are remembered; whoever was silent longest is forgotten first, as if it had never been named. May be
+        changed at any time.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._sessions: OrderedDict[tuple[bytes, str, str], Session] = OrderedDict()
+
+    @staticmethod
+    def check(name: str) -> None:
+        """Raise `InvalidRequest` for a name that no session can have."""
+        if len(name) > SESSION_CHARACTERS:
+            raise InvalidRequest(f"a session's name has at most {SESSION_CHARACTERS} characters")
 
     def use(self, tenant: bytes, namespace: str, name: str, hashes: tuple[bytes, ...]) -> Session:
         """Note that a session asks for a chain."""
@@ -55,7 +64,7 @@ class SessionTable:
         session = self._sessions.get(key)
         if session is None:
             session = self._sessions[key] = Session(tenant, namespace, name)
-            if len(self._sessions) > self._most:
+            while len(self._sessions) > self.most:
                 self._sessions.popitem(last=False)
         else:
             self._sessions.move_to_end(key)

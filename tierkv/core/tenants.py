@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -98,6 +98,23 @@ class Tenants:
             self._by_id[tenant.id] = tenant
             self._by_name[name] = tenant
         return tenant
+
+    def regrant(self, rules: Mapping[str, TenantRules], most: int) -> bool:
+        """Replace all rules; say whether one asks for another share scope of a tenant.
+
+        A tenant known already keeps the one it has: its blocks are named by it.
+        """
+        self._rules = rules
+        self._most = max(most, len(rules))
+        moved = False
+        for known in list(self._by_name.values()):
+            wanted = rules.get(known.name, DEFAULT_RULES)
+            moved |= wanted.scope != known.rules.scope
+            granted = replace(wanted, scope=known.rules.scope)
+            self._by_name[known.name] = self._by_id[known.id] = replace(known, rules=granted)
+        for name in rules:
+            self.named(name)
+        return moved
 
     def of(self, tenant_id: bytes) -> Tenant | None:
         """Return the tenant with this id; None for one whose blocks outlived a restart and who was not seen since."""

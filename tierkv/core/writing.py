@@ -18,7 +18,27 @@ from tierkv.core.tenants import Tenant
 from tierkv.errors import ChecksumMismatch, InvalidRequest
 from tierkv.storage.tier import NO_PARENT, BlockMeta, Slot, checksum
 
-__all__ = ["Reserved", "Writer"]
+__all__ = ["Place", "Reserved", "Writer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the first of the blocks to be written goes.
+
+    Attributes
+    ----------
+    group
+        The KV group they belong to; None: every group's.
+    parent, depth
+        Storage key of the block before the first one, and how many there are before it in all.
+    """
+
+    group: int | None = None
+    parent: bytes = NO_PARENT
+    depth: int = 0
+
+
+_START = Place()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +88,7 @@ class Writer:
         ttl_s: float,
         tiers: frozenset[str],
         session: str = "",
+        place: Place = _START,
     ) -> Step[Reserved]:
         """See `tierkv.cache.Cache.reserve`. `tiers`: the memory tiers the caller can write in place."""
         state = self._state
@@ -76,15 +97,17 @@ class Writer:
         stop = len(hashes) if stop is None else stop
         if not 0 <= start <= stop <= len(hashes):
             raise InvalidRequest(f"blocks [{start}, {stop}) are not within a chain of {len(hashes)}")
+        state.sessions.check(session)
         with state.lock:
             info = state.namespace(namespace)
             lease = WriteRecord(LeaseTable.new_id(), tenant.id, time.monotonic() + ttl_s, hashes, {})
             keys = state.keys.of(tenant, hashes)
-            lease.chain = self._hold_prefix(keys, info, stop)
+            lease.chain = self._hold_prefix(keys, info, stop, place.parent)
             if session:
                 lease.session = state.sessions.use(tenant.id, info.name, session, tuple(hashes))
         levels = [level for level, memory in enumerate(state.placement.memory) if memory.tier.name in tiers]
-        todo = deque((index, group) for index in range(start, stop) for group in range(len(info.layouts)))
+        groups = range(len(info.layouts)) if place.group is None else (place.group,)
+        todo = deque((index, group) for index in range(start, stop) for group in groups)
         grants: list[Grant] = []
         handed_over = False
         try:
@@ -92,7 +115,7 @@ class Writer:
                 last_try = time.monotonic() >= deadline
                 with state.lock:
                     while todo:
-                        grant = self._grant(lease, tenant, info, keys, todo[0], levels, lossy=last_try)
+                        grant = self._grant(lease, tenant, info, keys, place, todo[0], levels, lossy=last_try)
                         if grant is None:
                             break
                         grants.append(grant)
@@ -194,11 +217,12 @@ class Writer:
         placement = self._state.placement
         for draft in list(lease.drafts.values()):
             self._discard(lease, draft, quarantine=quarantine)
-        written = sorted(lease.chain + lease.published, key=lambda e: e.meta.depth, reverse=True)
         if lease.session is not None:
             self._state.sessions.own(lease.session, lease.chain)
-        for entry in written:
-            placement.touch(entry, again=False)
+        # What was there before has been used once more: else a tail that comes back could outlast it.
+        written = [(entry, True) for entry in lease.chain] + [(entry, False) for entry in lease.published]
+        for entry, again in sorted(written, key=lambda item: item[0].meta.depth, reverse=True):
+            placement.touch(entry, again=again)
             if self._hold:
                 placement.unpin(entry)
         lease.chain, lease.published = [], []
@@ -218,12 +242,13 @@ class Writer:
             )
         return lease
 
-    def _hold_prefix(self, keys: ChainKeys, info: NamespaceInfo, stop: int) -> list[Entry]:
+    def _hold_prefix(self, keys: ChainKeys, info: NamespaceInfo, stop: int, parent: bytes) -> list[Entry]:
         """Return the blocks in memory that a chain begins with, held for as long as its lease lasts.
 
         Those that only the cold tier has are not held: they have no place in a memory tier's order.
         """
-        prefix: list[Entry] = []
+        before = self._state.index.awake(parent)
+        prefix: list[Entry] = [before] if before is not None else []
         for index in range(stop):
             found = [self._state.index.awake(keys.at(index, group)) for group in range(len(info.layouts))]
             if not any(found):
@@ -239,6 +264,7 @@ class Writer:
         tenant: Tenant,
         info: NamespaceInfo,
         keys: ChainKeys,
+        place: Place,
         block: tuple[int, int],
         levels: Sequence[int],
         *,
@@ -257,8 +283,8 @@ class Writer:
         if found is None:
             return None
         level, slot = found
-        parent = keys.at(index - 1, group) if index else NO_PARENT
-        meta = BlockMeta(layout.nbytes, 0, parent, info.fingerprint, tenant.id, index, group)
+        parent = keys.at(index - 1, group) if index else place.parent
+        meta = BlockMeta(layout.nbytes, 0, parent, info.fingerprint, tenant.id, place.depth + index, group)
         draft = Draft(index, key, meta, level, slot)
         lease.drafts[block] = draft
         state.writing[key] = draft
