@@ -67,8 +67,12 @@ async def acquire(request: web.Request) -> web.Response:
     )
     chain = message.chain(info, limits.blocks)
     request[ASKED_WAIT_S] = terms.wait_s
-    acquired = await run_async(context.engine.reader.acquire(context.tenant(request), info.name, chain, terms))
+    tenant = context.tenant(request)
+    acquired = await run_async(context.engine.reader.acquire(tenant, info.name, chain, terms))
     grant = acquired.compute
+    if _hung_up(request):
+        for lease in filter(None, (acquired.id, grant.id if grant else "")):
+            context.engine.release(tenant, lease)
     response = context.answer(
         request,
         {
@@ -114,8 +118,9 @@ async def reserve(request: web.Request) -> web.Response:
     info = context.namespace(request)
     message = parse(ReserveRequest, await context.message(request))
     limits = context.config.limits
+    tenant = context.tenant(request)
     step = context.engine.writer.reserve(
-        context.tenant(request),
+        tenant,
         info.name,
         message.chain(info, limits.blocks),
         start=message.start,
@@ -127,6 +132,8 @@ async def reserve(request: web.Request) -> web.Response:
     )
     request[ASKED_WAIT_S] = min(message.wait_s, limits.wait)
     reserved = await run_async(step)
+    if _hung_up(request) and reserved.id:
+        context.engine.writer.abort(tenant, reserved.id)
     return context.answer(
         request,
         {
@@ -136,6 +143,11 @@ async def reserve(request: web.Request) -> web.Response:
             "waited_s": reserved.waited_s,
         },
     )
+
+
+def _hung_up(request: web.Request) -> bool:
+    """Say whether the caller has gone, and will not hold what it was just given."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def _in_short(tokens: Mapping[str, int]) -> str:

@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 __all__ = ["Event", "EventKind", "EventLog"]
 
+MOST_KEYS = 256
+
 EventKind = Literal["stored", "promoted", "demoted", "evicted", "removed", "corrupt", "acquired", "expired"]
 
 
@@ -63,6 +65,7 @@ class EventLog:
         self._size = 0
         self._events: deque[Event] = deque()
         self._waiting: list[Future[None]] = []
+        self._read = 0
         self.last = 0
 
     def record(
@@ -80,13 +83,32 @@ class EventLog:
                 if woken.set_running_or_notify_cancel():
                     woken.set_result(None)
 
+    def add(self, kind: EventKind, tenant: bytes, namespace: bytes, key: bytes, details: Mapping[str, Any]) -> None:
+        """Record what happened to one block: with the last event, if that says the same and nobody has read it yet."""
+        last = self._events[-1] if self._events else None
+        if (
+            last is not None
+            and last.sequence > self._read
+            and (last.kind, last.tenant, last.namespace) == (kind, tenant, namespace)
+            and last.details == details
+            and isinstance(last.keys, list)
+            and len(last.keys) < MOST_KEYS
+        ):
+            last.keys.append(key)
+            self._size += 1
+        else:
+            self.record(kind, tenant, namespace, [key], details)
+
     def since(self, sequence: int, most: int) -> tuple[list[Event], int]:
         """Return events after `sequence`, at most so many, and how many before them are not kept any more."""
         oldest = self.last - len(self._events)
         missed = max(0, oldest - sequence)
         start = max(sequence, oldest) - oldest
         # By index, which a deque finds from its nearer end: whoever follows the log reads at its end.
-        return [self._events[at] for at in range(start, min(start + most, len(self._events)))], missed
+        found = [self._events[at] for at in range(start, min(start + most, len(self._events)))]
+        if found:
+            self._read = max(self._read, found[-1].sequence)
+        return found, missed
 
     def after(self, sequence: int) -> Future[None]:
         """Return a future that is done as soon as there is an event after `sequence`."""

@@ -69,15 +69,19 @@ class Ledger:
         for entry in entries:
             self._about("demoted", entry, {"move": move, "parent": entry.meta.parent})
 
-    def evicted(self, entry: Entry, tier: str, *, unused: bool) -> None:
-        """A memory tier gave a copy up to make room; `unused`: nobody had used it since it was promoted."""
+    def evicted(self, entry: Entry, tier: str, *, unused: bool, last: bool) -> None:
+        """A memory tier gave a copy up to make room.
+
+        `unused`: nobody had used it since it was promoted. `last`: there is no other, so `removed` says the rest.
+        """
         self.counters.evicted_blocks[tier] += 1
         tenant = self._tenants.of(entry.meta.tenant)
         if tenant is not None:
             tenant.counters.evicted_blocks[tier] += 1
         if unused:
             self.counters.wasted_bytes += entry.meta.length
-        self._about("evicted", entry, {"tier": tier})
+        if not last:
+            self._about("evicted", entry, {"tier": tier})
 
     def removed(self, entry: Entry, reason: str) -> None:
         """A block is published no more."""
@@ -96,7 +100,7 @@ class Ledger:
         else:
             self.counters.lost_blocks["evicted"] += 1
             self.lost.note(key, "evicted")
-            self.events.record("removed", b"", b"", [key], {"reason": "evicted"})
+            self.events.add("removed", b"", b"", key, {"reason": "evicted"})
 
     def corrupt(self, entry: Entry, tier: str, cause: str) -> None:
         """A copy failed verification."""
@@ -150,4 +154,4 @@ class Ledger:
         self.events.record("expired", lease.tenant, b"", (), {"lease": lease.kind})
 
     def _about(self, kind: EventKind, entry: Entry, details: Mapping[str, object]) -> None:
-        self.events.record(kind, entry.meta.tenant, entry.meta.namespace, (entry.key,), details)
+        self.events.add(kind, entry.meta.tenant, entry.meta.namespace, entry.key, details)

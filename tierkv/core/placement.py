@@ -308,9 +308,10 @@ class Placement:
         assert slot is not None
         memory.order.evict(entry)
         memory.order.give(entry.meta.tenant, slot.size)
-        elsewhere = entry.levels & ~(1 << level) & ((1 << len(self.memory)) - 1)
-        self._ledger.evicted(entry, memory.tier.name, unused=entry.arrival is not None and not elsewhere)
-        if not elsewhere:
+        others = entry.levels & ~(1 << level)
+        unused = entry.arrival is not None and not others & ((1 << len(self.memory)) - 1)
+        self._ledger.evicted(entry, memory.tier.name, unused=unused, last=not others)
+        if unused:
             entry.arrival = None
         self.lost_level(entry, level, "evicted" if level == self._last else "not_demoted_in_time")
         return slot
