@@ -177,7 +177,7 @@ def test_every_structure_has_a_vector() -> None:
 def test_chains_in_requests(vector: dict[str, Any]) -> None:
     """Both encodings of a request mean the same blocks."""
     model = {"acquire": AcquireRequest, "reserve": ReserveRequest, "lookup": ChainRequest}[vector["verb"]]
-    info = NamespaceInfo(SPEC.namespace, SPEC.fingerprint, SPEC, (SPEC.layout(),))
+    info = NamespaceInfo(SPEC.namespace, SPEC.fingerprint, SPEC, (SPEC.layout(),), (SPEC.layout().nbytes,))
     assert chain_root(info.fingerprint).hex() == VECTORS["root"]
     for encoded, kind in (
         (vector["json"].encode(), wire.JSON_TYPE),

@@ -386,7 +386,7 @@ class Acquisition:
             level = (levels & -levels).bit_length() - 1
             kind = (level, group)
             if kind not in estimates:
-                found = state.delivery_rates.estimate(level, self._chain.info.layouts[group].nbytes, now)
+                found = state.delivery_rates.estimate(level, self._chain.info.sizes[group], now)
                 estimates[kind] = found.seconds_per_block if found is not None else None
                 self._deviation_s = max(self._deviation_s, found.deviation_s if found is not None else 0.0)
             cost, before = estimates[kind], costs[index]

@@ -174,8 +174,8 @@ class Demoter:
                         self._refused(error)
                         if stored is not None:
                             index.condemned.add(entry.key)
-                    elif stored is None:  # recycled already, and reported
-                        continue
+                    elif stored is None:  # made room for others of this batch already
+                        self._state.ledger.left_cold(entry.key, entry)
                     elif index.awake(entry.key) is not entry:
                         unwanted.append(entry.key)  # deleted meanwhile
                     else:

@@ -125,8 +125,9 @@ class Engine:
         Raises `SpecMismatch` when its blocks can never fit a tier, and `LimitExceeded` for one namespace too many.
         """
         layouts = tuple(spec.layout(group) for group in range(len(spec.groups)))
-        info = NamespaceInfo(spec.namespace, spec.fingerprint, spec, layouts)
-        largest = max(layout.nbytes for layout in layouts)
+        sizes = tuple(layout.nbytes for layout in layouts)
+        info = NamespaceInfo(spec.namespace, spec.fingerprint, spec, layouts, sizes)
+        largest = max(sizes)
         for tier in self._tiers():
             if largest > tier.largest_block:
                 raise SpecMismatch(

@@ -136,7 +136,7 @@ class Hints:
         chain = ChainView(state, tenant, namespace, hashes)
         length = chain.fitting(chain.hit(len(hashes)), warm.tier, PIN_SHARE)
         needed = list(chain.published(length))
-        nbytes = sum(chain.info.layouts[group].nbytes for (_, group), _ in needed)
+        nbytes = sum(chain.info.sizes[group] for (_, group), _ in needed)
         most = int(PIN_SHARE * warm.order.allowance(tenant.id))
         before = self._pins.get(name)
         if self._pinned_bytes.get(tenant.id, 0) - (before.nbytes if before else 0) + nbytes > most:

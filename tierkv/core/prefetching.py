@@ -71,7 +71,7 @@ class Prefetcher:
                 goal = 0 if index < hot_length else warm
                 if fastest > goal:
                     level = 0 if fastest <= warm else warm
-                    nbytes = chain.info.layouts[group].nbytes
+                    nbytes = chain.info.sizes[group]
                     load = self._loader.want(
                         chain.key(index, group), nbytes, level, now + deadline_s, onward=goal < level
                     )

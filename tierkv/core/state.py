@@ -30,6 +30,7 @@ class NamespaceInfo:
     fingerprint: bytes
     spec: KVSpec
     layouts: tuple[BlockLayout, ...]
+    sizes: tuple[int, ...]
 
 
 class Room:

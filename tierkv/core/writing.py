@@ -102,6 +102,8 @@ class Writer:
             info = state.namespace(namespace)
             lease = WriteRecord(LeaseTable.new_id(), tenant.id, time.monotonic() + ttl_s, hashes, {})
             keys = state.keys.of(tenant, hashes)
+            for group in range(len(info.sizes)):  # all at once: they are wanted one by one below
+                keys.upto(group, stop)
             lease.chain = self._hold_prefix(keys, info, stop, place.parent)
             if session:
                 lease.session = state.sessions.use(tenant.id, info.name, session, tuple(hashes))
@@ -278,13 +280,13 @@ class Writer:
             return Grant(index, group, "present")
         if key in state.writing:
             return Grant(index, group, "busy")
-        layout = info.layouts[group]
-        found = self._allocate(layout.nbytes, tenant.id, levels, lossy=lossy)
+        length = info.sizes[group]
+        found = self._allocate(length, tenant.id, levels, lossy=lossy)
         if found is None:
             return None
         level, slot = found
         parent = keys.at(index - 1, group) if index else place.parent
-        meta = BlockMeta(layout.nbytes, 0, parent, info.fingerprint, tenant.id, place.depth + index, group)
+        meta = BlockMeta(length, 0, parent, info.fingerprint, tenant.id, place.depth + index, group)
         draft = Draft(index, key, meta, level, slot)
         lease.drafts[block] = draft
         state.writing[key] = draft
