@@ -26,7 +26,7 @@ from pydantic import (
 
 from tierkv.errors import ConfigError
 from tierkv.keys import TENANT_NAME
-from tierkv.policy import POLICIES, check_policy
+from tierkv.policy import DEFAULT_POLICY, POLICIES, check_policy
 
 __all__ = [
     "AuthConfig",
@@ -180,7 +180,7 @@ class HotConfig(_Model):
 
     capacity: MemorySize = ByteSize(0)
     device: str = "auto"
-    policy: Policy = PolicyConfig("aslru")
+    policy: Policy = PolicyConfig(DEFAULT_POLICY)
 
 
 class WarmConfig(_Model):
@@ -188,7 +188,7 @@ class WarmConfig(_Model):
 
     capacity: Annotated[MemorySize, Field(ge=1 << 20)] = ByteSize(1 << 30)
     directory: FilePath = Path("/dev/shm")
-    policy: Policy = PolicyConfig("aslru")
+    policy: Policy = PolicyConfig(DEFAULT_POLICY)
     demote_ahead: Annotated[float, BeforeValidator(_share), Field(ge=0, le=1)] = 0.25
 
 

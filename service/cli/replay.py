@@ -12,7 +12,7 @@ __all__ = ["replay"]
 
 def replay(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL, plain or .gz: timestamp, input_length, hash_ids.")],
-    policy: Annotated[str | None, typer.Option(help="lru, slru (default), aslru, s3fifo or arc.")] = None,
+    policy: Annotated[str | None, typer.Option(help="aslru (default), slru, lru, s3fifo or arc.")] = None,
     protected: Annotated[float | None, typer.Option(help="slru: protected share, default 0.3.")] = None,
     ghost: Annotated[float | None, typer.Option(help="slru, s3fifo: capacities of ghosts, default 2 and 1.")] = None,
     small: Annotated[float | None, typer.Option(help="s3fifo: share of the small queue, default 0.1.")] = None,

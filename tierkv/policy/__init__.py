@@ -14,8 +14,9 @@ from tierkv.policy.lru import LRU
 from tierkv.policy.s3fifo import S3FIFO
 from tierkv.policy.slru import SLRU
 
-__all__ = ["POLICIES", "EvictionPolicy", "check_policy", "make_policy"]
+__all__ = ["DEFAULT_POLICY", "POLICIES", "EvictionPolicy", "check_policy", "make_policy"]
 
+DEFAULT_POLICY = "aslru"
 # Of what a running cache can know. Belady's rule, which knows the future, is only in the replay.
 POLICIES: dict[str, type[EvictionPolicy[Any]]] = {
     policy.name: policy for policy in (LRU, SLRU, AdaptiveSLRU, S3FIFO, ARC)

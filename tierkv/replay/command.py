@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from tierkv.config import Config, HotConfig, WarmConfig, load_config
 from tierkv.errors import ConfigError
-from tierkv.policy import check_policy
+from tierkv.policy import DEFAULT_POLICY, check_policy
 from tierkv.replay.costs import Costs
 from tierkv.replay.report import print_outcome
 from tierkv.replay.run import Outcome, capacity_in_blocks, run_policy, run_tiers
@@ -35,7 +35,7 @@ def choose_policy(
     policy: str | None, parameters: Mapping[str, float], share: str | None, capacity_blocks: int | None
 ) -> Choice:
     """Choose one cache: `slru` of 5 % of the trace's blocks, where nothing else is said. Raises `ConfigError`."""
-    name = policy or "slru"
+    name = policy or ("slru" if parameters else DEFAULT_POLICY)
     check_policy(name, parameters)
     if share is not None and capacity_blocks is not None:
         raise ConfigError("--capacity and --capacity-blocks exclude each other", remedy="leave one of them out")
