@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -45,6 +46,7 @@ def top(
 
     from tierkv.service.top import show
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job would ignore it
     try:
         show(url, interval, Console(), once=once)
     except KeyboardInterrupt:

@@ -115,7 +115,7 @@ def test_top_lives_on_a_terminal_until_interrupted_and_waits_for_a_daemon_that_w
             _read_until(ours, b"since the start")
             top.send_signal(signal.SIGINT)
             with contextlib.suppress(OSError):  # the terminal's end
-                while os.read(ours, 65536):
+                while select.select([ours], [], [], PATIENCE_S)[0] and os.read(ours, 65536):
                     pass
             assert top.wait(PATIENCE_S) == 0
         finally:
