@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -97,3 +98,25 @@ def test_a_hot_tier_full_of_new_blocks_loses_none_while_warm_has_room() -> None:
             store(cache, spec, chain, wait_s=0.0)
         for chain in chains:
             assert cache.lookup(chain).blocks == HOT // 2
+
+
+def test_a_flush_gets_past_a_warm_tier_that_is_leased(tmp_path: Path) -> None:
+    spec = make_spec()
+    hot = {"capacity": "4MiB", "device": "cpu"}  # room beside what is leased
+    with tierkv.open({"state_dir": tmp_path, **SETTINGS, "hot": hot}) as cache:
+        assert isinstance(cache, EmbeddedCache)
+        cache.register(spec)
+        engine, tenant = cache.engine, cache.engine.tenant("default")
+        old, new = make_chain(spec, WARM), make_chain(spec, 32, seed=1)
+        store_far(cache, spec, old)
+        cache.flush()
+        terms = Terms(frozenset({"warm"}), 20.0, 30.0)
+        held = run(engine.reader.acquire(tenant, old.namespace, old.hashes, terms))
+        assert held.hit_blocks == WARM
+        assert store(cache, spec, new) == 32
+        cache.flush()
+        assert cache.stats()["dirty_bytes"] == {"hot": 0, "warm": 0}
+        assert cache.stats()["counters"]["demoted_blocks"]["hot>cold"] == 32
+        engine.release(tenant, held.id)
+        with cache.acquire(new) as read:
+            assert_intact(read, spec, new)

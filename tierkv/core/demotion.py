@@ -49,7 +49,7 @@ class Demoter:
             for level in reversed(range(len(self._placement.memory))):
                 with self._lock:
                     batch = self._pick(level, everything)
-                if batch and (dealt_with := self._demote(level, batch)):
+                if batch and (dealt_with := self._demote(level, batch, everything)):
                     return dealt_with
         return 0
 
@@ -89,17 +89,17 @@ class Demoter:
         batch.sort(key=lambda e: e.meta.depth, reverse=True)  # tails arrive below first, so that they leave it first
         return batch
 
-    def _demote(self, level: int, batch: Sequence[Entry]) -> int:
+    def _demote(self, level: int, batch: Sequence[Entry], everything: bool) -> int:
         placement = self._placement
         below = level + 1
         try:
             if below == placement.cold_level:
-                moved = self._to_cold(level, batch)
+                self._note(level, below, self._to_cold(level, batch))
             else:
-                moved = [self._to_memory(level, below, entry) for entry in batch]
+                self._note(level, below, [entry for entry in batch if self._to_memory(level, below, entry)])
+                if everything:
+                    self._past(level, batch)
             with self._lock:
-                arrived = [entry for entry, done in zip(batch, moved, strict=True) if done]
-                self._state.ledger.demoted(arrived, placement.names[level], placement.names[below])
                 # A damaged block was removed instead of moved: that is progress too, what is behind it comes next.
                 dirty = placement.memory[level].dirty
                 return sum(dirty.get(entry.key) is not entry for entry in batch)
@@ -150,14 +150,29 @@ class Demoter:
             return None
         return payload
 
-    def _to_cold(self, level: int, batch: Sequence[Entry]) -> list[bool]:
+    def _past(self, level: int, batch: Sequence[Entry]) -> None:
+        """Write what found no room in the tier below, which may be full of leased blocks, to the cold tier at once."""
+        placement = self._placement
+        if placement.cold is None or not placement.memory[level].tier.addressable:
+            return
+        with self._lock:
+            stuck = [entry for entry in batch if placement.memory[level].dirty.get(entry.key) is entry]
+        if stuck:
+            self._note(level, placement.cold_level, self._to_cold(level, stuck))
+
+    def _note(self, level: int, below: int, arrived: Sequence[Entry]) -> None:
+        names = self._placement.names
+        with self._lock:
+            self._state.ledger.demoted(arrived, names[level], names[below])
+
+    def _to_cold(self, level: int, batch: Sequence[Entry]) -> list[Entry]:
         cold, index = self._placement.cold, self._index
         assert cold is not None
         items = [(entry, payload) for entry in batch if (payload := self._verified(level, entry)) is not None]
         keys = [entry.key for entry, _ in items]
         with self._lock:
             index.arriving.update(keys)  # one that is deleted meanwhile must not look published when it arrives
-        moved: dict[bytes, bool] = {}
+        moved: list[Entry] = []
         unwanted: list[bytes] = []
         try:
             for entry, _ in items:
@@ -181,7 +196,7 @@ class Demoter:
                     else:
                         index.condemned.discard(entry.key)
                         self._placement.mark_cold(entry, stored.checksum)
-                        moved[entry.key] = True
+                        moved.append(entry)
                 index.purging.update(unwanted)
         finally:
             with self._lock:
@@ -190,7 +205,7 @@ class Demoter:
             self._refused_until, self._refusal = 0.0, ""  # there is room again
         purge(cold, unwanted, self._state)
         self._hold_to_quota(cold, {entry.meta.tenant for entry, _ in items})
-        return [moved.get(entry.key, False) for entry in batch]
+        return moved
 
     def _hold_to_quota(self, cold: Tier, tenants: set[bytes]) -> None:
         """Let tenants that store more than they may lose their oldest blocks."""
