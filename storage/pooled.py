@@ -38,6 +38,10 @@ class PooledTier(SlotTier):
         self._check_open()
         return self.allocator.take(length)
 
+    def allocate(self, length: int) -> Slot:
+        self._check_open()
+        return self.allocator.allocate(length)
+
     def discard(self, slot: Slot) -> None:
         self._check_open()
         self.allocator.free(slot)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import xxhash
 
-from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, NotFound, TierFull, TierKVError, Unavailable
+from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, NotFound, TierKVError, Unavailable
 from tierkv.spec import BlockLayout
 
 __all__ = [
@@ -250,12 +250,9 @@ class SlotTier(Tier):
     def take(self, length: int) -> Slot | None:
         """Take a slot for `length` bytes; None when there is none free. Raises `BlockTooLarge`. Never blocks."""
 
+    @abstractmethod
     def allocate(self, length: int) -> Slot:
-        """Take a slot for `length` bytes. Raises `TierFull` (evict, then retry) or `BlockTooLarge`. Never blocks."""
-        slot = self.take(length)
-        if slot is None:
-            raise TierFull(f"no room for a slot of {self.slot_size(length)} bytes", remedy="evict blocks, then retry")
-        return slot
+        """As `take`, but raises `TierFull` when there is none free: evict, then retry."""
 
     @abstractmethod
     def discard(self, slot: Slot) -> None:

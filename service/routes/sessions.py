@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from tierkv.errors import InvalidRequest
 from tierkv.service.context import CONTEXT
 from tierkv.service.messages import PauseRequest, parse
-from tierkv.wire import SESSION_CHARACTERS
 
 __all__ = ["ROUTES"]
 
@@ -15,7 +13,7 @@ __all__ = ["ROUTES"]
 async def end(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     info = context.namespace(request)
-    retired = context.engine.hints.end_session(context.tenant(request), info.name, _session(request))
+    retired = context.engine.hints.end_session(context.tenant(request), info.name, request.match_info["id"])
     return context.answer(request, {"retired": retired})
 
 
@@ -23,15 +21,8 @@ async def pause(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     info = context.namespace(request)
     expected_s = parse(PauseRequest, await context.message(request)).expected_s
-    held = context.engine.hints.pause_session(context.tenant(request), info.name, _session(request), expected_s)
+    held = context.engine.hints.pause_session(context.tenant(request), info.name, request.match_info["id"], expected_s)
     return context.answer(request, {"held": held})
-
-
-def _session(request: web.Request) -> str:
-    name = request.match_info["id"]
-    if len(name) > SESSION_CHARACTERS:
-        raise InvalidRequest(f"a session's name has at most {SESSION_CHARACTERS} characters")
-    return name
 
 
 ROUTES = [

@@ -24,12 +24,7 @@ def belady_hit_tokens(trace: Trace, capacity: int) -> int:
     hit_tokens = 0
     for request, next_uses in zip(trace.requests, _next_uses(trace), strict=True):
         blocks = request.blocks
-        hits = 0
-        for block in blocks:
-            if block not in resident:
-                break
-            hits += 1
-        hit_tokens += trace.tokens(request, hits)
+        hit_tokens += trace.hit_tokens(request, resident)
         for depth, (block, next_use) in enumerate(zip(blocks, next_uses, strict=True)):
             resident[block] = next_use
             heapq.heappush(farthest, (-next_use, -depth, block))

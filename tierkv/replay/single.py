@@ -7,7 +7,7 @@ cache is full. The partial block at the end of a prompt is a block like any othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from tierkv.policy import EvictionPolicy
 from tierkv.replay.trace import Trace
@@ -43,12 +43,7 @@ def replay(
         if progress is not None and not number % 256:
             progress(number)
         blocks = request.blocks
-        hits = 0
-        for block in blocks:
-            if block not in resident:
-                break
-            hits += 1
-        hit_tokens += trace.tokens(request, hits)
+        hit_tokens += trace.hit_tokens(request, resident)
         for block in reversed(blocks):
             if block in resident:
                 touch(block)
@@ -67,16 +62,9 @@ def replay(
 
 def ideal_hit_tokens(trace: Trace) -> int:
     """Return the hit tokens of a cache that never evicts."""
-    return sum(_seen_before(trace))
-
-
-def _seen_before(trace: Trace) -> Iterator[int]:
     seen: set[int] = set()
+    hit_tokens = 0
     for request in trace.requests:
-        hits = 0
-        for block in request.blocks:
-            if block not in seen:
-                break
-            hits += 1
+        hit_tokens += trace.hit_tokens(request, seen)
         seen.update(request.blocks)
-        yield trace.tokens(request, hits)
+    return hit_tokens

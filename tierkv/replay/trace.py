@@ -13,7 +13,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -72,6 +72,15 @@ class Trace:
     def tokens(self, request: Request, blocks: int) -> int:
         """Tokens of the first `blocks` blocks of a request."""
         return min(blocks * self.block_tokens, request.tokens)
+
+    def hit_tokens(self, request: Request, resident: Container[int]) -> int:
+        """Tokens of the longest run of resident blocks from a request's first."""
+        hits = 0
+        for block in request.blocks:
+            if block not in resident:
+                break
+            hits += 1
+        return self.tokens(request, hits)
 
 
 def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
