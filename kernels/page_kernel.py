@@ -9,65 +9,84 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tierkv.kernels.page_move import PageMove
+from tierkv.kernels.page_table_kernel import byte_strides, device_table, page_in_cache, payload_of_block
 
 __all__ = ["PageGeometry", "move_pages"]
 
 _WIDEST_UNIT = 16
 _WIDEST_TILE = 1024
+_WORDS_PER_THREAD = 8
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "blocks",
+        "pages_per_block",
+        "page_stride",
+        "plane_stride",
+        "cache_outer",
+        "cache_inner",
+        "plane_size",
+        "slot_stride",
+        "block_outer",
+        "block_inner",
+    ]
+)
 def page_kernel(
-    addresses: tl.tensor,
+    table: tl.tensor,
+    blocks: tl.tensor,
     pages_per_block: tl.tensor,
     page_stride: tl.tensor,
     plane_stride: tl.tensor,
-    token_stride: tl.tensor,
-    head_stride: tl.tensor,
-    block_stride: tl.tensor,
+    cache_outer: tl.tensor,
+    cache_inner: tl.tensor,
+    plane_size: tl.tensor,
+    slot_stride: tl.tensor,
+    block_outer: tl.tensor,
+    block_inner: tl.tensor,
     RUN: tl.constexpr,
     WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
+    INNER: tl.constexpr,
+    PLANES: tl.constexpr,
     UNIT: tl.constexpr,
     WORD: tl.constexpr,
     TILE: tl.constexpr,
     GATHER: tl.constexpr,
 ) -> None:
-    """Move one tile of one page of one layer's K or V.
+    """Move one tile of one page of one layer's K or V (or latents).
 
-    Grid: (tiles per run * page ids, layers * 2). `addresses` holds the payload's address, one address per layer, then
-    the page ids (int64). A run is what one page holds of K or V: RUN words, contiguous in the payload; in the cache it
-    is rows of WIDTH words, HEADS of them per token. Strides are in units of UNIT bytes.
+    Grid: (tiles per run * page ids, layers * PLANES). A run is what one page holds of K or V: RUN words, in pieces of
+    WIDTH that are contiguous on both sides, numbered in the order of the payload, INNER of them per step of the outer
+    axis. Strides are in units of UNIT bytes.
     """
     WORDS: tl.constexpr = UNIT // (WORD.primitive_bitwidth // 8)
     TILES: tl.constexpr = (RUN + TILE - 1) // TILE
-    layers = tl.num_programs(1) // 2
-    layer = tl.program_id(1) // 2
-    plane = tl.program_id(1) % 2
+    run = tl.program_id(1)
+    layers = tl.num_programs(1) // PLANES
     entry = tl.program_id(0) // TILES
     word = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
 
-    block = (entry // pages_per_block).to(tl.int64)
-    run = (tl.program_id(1) * pages_per_block + entry % pages_per_block).to(tl.int64)
-    payload = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(WORD)), UNIT)
-    payload += block * block_stride * WORDS + run * RUN + word
-
-    page = tl.load(addresses + 1 + layers + entry)
-    cache = tl.multiple_of(tl.load(addresses + 1 + layer).to(tl.pointer_type(WORD)), UNIT)
-    cache += (page * page_stride + plane.to(tl.int64) * plane_stride) * WORDS
+    page, cache = page_in_cache(table, layers, blocks, run // PLANES, entry, WORD, UNIT)
+    cache += (page * page_stride + (run % PLANES).to(tl.int64) * plane_stride) * WORDS
+    payload = payload_of_block(table, layers, entry // pages_per_block, WORD, UNIT)
+    payload += (run.to(tl.int64) * plane_size + (entry % pages_per_block).to(tl.int64) * slot_stride) * WORDS
     if WIDTH == RUN:
         cache += word
+        payload += word
     else:
         row = word // WIDTH
-        cache += (row // HEADS * token_stride + row % HEADS * head_stride) * WORDS + word % WIDTH
+        outer = (row // INNER).to(tl.int64)
+        inner = (row % INNER).to(tl.int64)
+        cache += (outer * cache_outer + inner * cache_inner) * WORDS + word % WIDTH
+        payload += (outer * block_outer + inner * block_inner) * WORDS + word % WIDTH
 
     # A null page has no live words: its address is never used.
     live = word < tl.where(page >= 0, RUN, 0)
@@ -79,89 +98,102 @@ def page_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PageGeometry:
-    """How the kernel sees the pages of a move.
+    """How the kernel sees the pages of a move. All but `unit` and `inner` are in bytes.
 
     Attributes
     ----------
     unit
         Bytes that every address, stride and width is a multiple of: 16, 8, 4, 2 or 1.
     run, width
-        Bytes of K or V in a page, and of a piece of it that is contiguous in the cache.
-    heads
-        Pieces per token, when a token is not contiguous; else 1.
-    page_stride, plane_stride, token_stride, head_stride, block_stride
-        In bytes.
+        What a page holds of K or V, and a piece of it that is contiguous on both sides.
+    inner
+        Pieces per step of the outer axis.
+    page_stride, plane_stride, cache_outer, cache_inner
+        In the cache; outer and inner are the payload's axes, so for NHD token and head.
+    plane_size, slot_stride, block_outer, block_inner
+        In the payload; from one page of a block to the next it is a slot.
     """
 
     unit: int
     run: int
     width: int
-    heads: int
+    inner: int
     page_stride: int
     plane_stride: int
-    token_stride: int
-    head_stride: int
-    block_stride: int
+    cache_outer: int
+    cache_inner: int
+    plane_size: int
+    slot_stride: int
+    block_outer: int
+    block_inner: int
 
     @classmethod
     def of(cls, move: PageMove) -> PageGeometry:
-        """Join axes that are contiguous in the cache, and find the widest unit."""
-        view = move.pages[0]
-        size = view.element_size()
-        plane_stride, page_stride, token_stride, head_stride, _ = _byte_strides(view)
-        _, _, tokens, heads, dim = view.shape
-        width = dim * size
-        run = tokens * heads * width
-        if heads == 1 or head_stride == width:
-            width, heads, head_stride = heads * width, 1, 0
-            if tokens == 1 or token_stride == width:
-                width, token_stride = run, 0
-        strides = (page_stride, plane_stride, token_stride, head_stride, _byte_strides(move.payload)[0])
-        addresses = (move.payload.data_ptr(), *(pages.data_ptr() for pages in move.pages))
-        return cls(gcd(_WIDEST_UNIT, run, width, *strides, *addresses), run, width, heads, *strides)
+        """Join axes that are contiguous on both sides, and find the widest unit."""
+        caches, block = move.caches, move.payloads[0]
+        plane_stride, page_stride, *cache_axes, _ = byte_strides(caches.pages[0])
+        _, _, *block_axes, _ = byte_strides(block)
+        width = caches.dim * block.element_size()
+        axes = list(zip((caches.page_tokens, caches.heads), cache_axes, block_axes, strict=True))
+        slot_stride = caches.page_tokens * block_axes[0]
+        run = caches.page_tokens * caches.heads * width
+        if move.order == "HND":
+            axes.reverse()
+        while axes and (axes[-1][0] == 1 or axes[-1][1:] == (width, width)):
+            width *= axes.pop()[0]
+        (_, cache_outer, block_outer), (inner, cache_inner, block_inner) = (*axes, (1, 0, 0), (1, 0, 0))[:2]
+        plane_size = block[0, 0].numel() * block.element_size()
+        sizes = (page_stride, plane_stride, cache_outer, cache_inner, plane_size, slot_stride, block_outer, block_inner)
+        addresses = (tensor.data_ptr() for tensor in (*caches.pages, *move.payloads))
+        return cls(gcd(_WIDEST_UNIT, run, width, *sizes, *addresses), run, width, inner, *sizes)
 
-    def constants(self, *, gather: bool) -> dict[str, object]:
+    def arguments(self) -> dict[str, int]:
+        """Return the kernel's strides and sizes, in units."""
+        names = (
+            "page_stride",
+            "plane_stride",
+            "cache_outer",
+            "cache_inner",
+            "plane_size",
+            "slot_stride",
+            "block_outer",
+            "block_inner",
+        )
+        return {name: getattr(self, name) // self.unit for name in names}
+
+    def constants(self) -> dict[str, Any]:
         """Return the kernel's compile-time arguments."""
         word = min(self.unit, max(_WORDS))
         run = self.run // word
         return {
             "RUN": run,
             "WIDTH": self.width // word,
-            "HEADS": self.heads,
+            "INNER": self.inner,
             "UNIT": self.unit,
             "WORD": _WORDS[word],
             "TILE": min(_WIDEST_TILE, triton.next_power_of_2(run)),
-            "GATHER": gather,
         }
 
 
-def _byte_strides(tensor: Tensor) -> list[int]:
-    """Return strides in bytes; 0 for axes of length 1, whose strides mean nothing and may be odd."""
-    size = tensor.element_size()
-    return [stride * size if n > 1 else 0 for stride, n in zip(tensor.stride(), tensor.shape, strict=True)]
-
-
 def move_pages(move: PageMove, *, gather: bool) -> None:
-    """Queue a checked move on the current stream of its device: caches to payload, or back."""
+    """Queue a checked move on the current stream of its device: caches to payloads, or back."""
     blocks, pages_per_block = move.table.shape
     if blocks == 0:
         return
+    caches = move.caches
     geometry = PageGeometry.of(move)
-    constants = geometry.constants(gather=gather)
-    pointers = torch.tensor([move.payload.data_ptr(), *(pages.data_ptr() for pages in move.pages)])
-    addresses = torch.cat((pointers, move.table.flatten()))
-    if move.payload.is_cuda:
-        # From pageable memory the copy would wait for all that the stream has queued before.
-        addresses = addresses.pin_memory().to(move.payload.device, non_blocking=True)
-    tiles = triton.cdiv(geometry.run // min(geometry.unit, max(_WORDS)), constants["TILE"])
-    with torch.cuda.device_of(move.payload):  # type: ignore[no-untyped-call]
-        page_kernel[tiles * blocks * pages_per_block, len(move.pages) * 2](
-            addresses,
+    constants = geometry.constants()
+    tiles = triton.cdiv(constants["RUN"], constants["TILE"])
+    grid = (tiles * blocks * pages_per_block, caches.layers * caches.planes)
+    with torch.cuda.device_of(caches.pages[0]):  # type: ignore[no-untyped-call]
+        page_kernel[grid](
+            device_table(caches, move.table, move.payloads),
+            blocks,
             pages_per_block,
-            geometry.page_stride // geometry.unit,
-            geometry.plane_stride // geometry.unit,
-            geometry.token_stride // geometry.unit,
-            geometry.head_stride // geometry.unit,
-            geometry.block_stride // geometry.unit,
+            **geometry.arguments(),
             **constants,
+            PLANES=caches.planes,
+            GATHER=gather,
+            # Small pages get fewer threads, not threads with less to do.
+            num_warps=min(4, max(1, constants["TILE"] // (32 * _WORDS_PER_THREAD))),
         )

@@ -1,31 +1,27 @@
-"""What a move between paged KV caches and block payloads is, checked before any byte moves.
-
-Engines keep KV in pages, in one of two shapes per layer:
-
-    NHD    [2, num_pages, page_tokens, heads, dim]
-    HND    [num_pages, heads, page_tokens, 2 * dim]        K in the first half of the last axis, V in the second
-
-Both become the same strided view `[2, num_pages, page_tokens, heads, dim]` here, so everything after this module
-deals with one shape.
-"""
+"""What a move between paged KV caches and block payloads is, checked before any byte moves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import gcd
-from operator import attrgetter
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-__all__ = ["PageMove", "plan_gather", "plan_scatter"]
+from tierkv.kernels.paged_caches import PagedCaches, PayloadOrder, as_integers, extent, overlaps
 
-# Bytes are moved, never numbers: a float copy may quieten a signalling NaN, an integer copy cannot.
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_TRAITS = (attrgetter("shape"), Tensor.stride, attrgetter("dtype"), attrgetter("device"))
+__all__ = [
+    "PageMove",
+    "check_apart",
+    "check_blocks",
+    "check_order",
+    "check_table",
+    "check_written_pages",
+    "plan_gather",
+    "plan_scatter",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,134 +30,113 @@ class PageMove:
 
     Attributes
     ----------
-    pages
-        Per layer an integer view ``[2, num_pages, page_tokens, heads, dim]``, any strides but the last, which is 1.
-        Every layer has the same shape and strides.
+    caches
+        The engine's side.
     table
         Page ids, int64 ``[blocks, pages_per_block]`` on the CPU; negative for no page.
-    payload
-        Integer view ``[blocks, layers, 2, pages_per_block * page_tokens, heads, dim]``; each block is contiguous.
+    payloads
+        Per block an integer view ``[layers, planes, tokens, heads, dim]``; in memory it is contiguous in `order`.
+    order
+        Of the payloads.
     """
 
-    pages: tuple[Tensor, ...]
+    caches: PagedCaches
     table: Tensor
-    payload: Tensor
+    payloads: tuple[Tensor, ...]
+    order: PayloadOrder
 
 
-def plan_gather(caches: Sequence[Tensor], table: Tensor, payload: Tensor) -> PageMove:
+def plan_gather(
+    caches: PagedCaches, table: Tensor, payloads: Tensor | Sequence[Tensor], order: PayloadOrder
+) -> PageMove:
     """Check a gather. Raises `ValueError` naming what does not fit."""
-    return _plan(caches, table, payload)
-
-
-def plan_scatter(payload: Tensor, table: Tensor, caches: Sequence[Tensor]) -> PageMove:
-    """Check a scatter: as `plan_gather`, and no two of its destinations may share a byte."""
-    move = _plan(caches, table, payload)
-    written = [page for page in move.table.flatten().tolist() if page >= 0]
-    if len(set(written)) != len(written):
-        raise ValueError("the block table names a page twice: two blocks would be written over each other")
-    if not _disjoint(move.pages):
-        raise ValueError("the caches overlap in memory: two layers, or two pages, would be written over each other")
+    move = _plan(caches, table, payloads, order)
+    check_apart(move.payloads)
     return move
 
 
-def _plan(caches: Sequence[Tensor], table: Tensor, payload: Tensor) -> PageMove:
-    if not caches:
-        raise ValueError("there is no cache to move pages of")
-    first = caches[0]
-    for index, cache in enumerate(caches):
-        if any(trait(cache) != trait(first) for trait in _TRAITS):
-            raise ValueError(f"cache {index} differs from cache 0 in shape, strides, dtype or device")
-    if first.element_size() not in _INTEGER_OF_SIZE:
-        raise ValueError(f"elements of {first.dtype} cannot be moved")
-    if (payload.dtype, payload.device) != (first.dtype, first.device):
-        raise ValueError(
-            f"the payload is {payload.dtype} on {payload.device}, the caches are {first.dtype} on {first.device}"
-        )
-    pages = tuple(_page_view(cache) for cache in caches)
-    _check_payload(payload, len(caches), pages[0])
-    move = PageMove(pages, _check_table(table, payload, pages[0]), _as_integers(payload))
-    low, high = _extent(move.payload)
-    for index, view in enumerate(pages):
-        start, end = _extent(view)
-        if payload.numel() and start < high and low < end:
-            raise ValueError(f"the payload overlaps cache {index} in memory")
+def plan_scatter(
+    payloads: Tensor | Sequence[Tensor], table: Tensor, caches: PagedCaches, order: PayloadOrder
+) -> PageMove:
+    """Check a scatter. Raises `ValueError` naming what does not fit."""
+    move = _plan(caches, table, payloads, order)
+    check_written_pages(caches, move.table)
     return move
 
 
-def _as_integers(tensor: Tensor) -> Tensor:
-    return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
+def _plan(caches: PagedCaches, table: Tensor, payloads: Tensor | Sequence[Tensor], order: PayloadOrder) -> PageMove:
+    check_order(order)
+    table = check_table(caches, table)
+    shape = caches.payload_shape(table.shape[1] * caches.page_tokens, order)
+    views = map(as_integers, check_blocks(caches, payloads, len(table), shape, caches.dtype))
+    return PageMove(caches, table, tuple(views if order == "NHD" else (view.transpose(2, 3) for view in views)), order)
 
 
-def _page_view(cache: Tensor) -> Tensor:
-    """Return a cache of either shape as integers ``[2, num_pages, page_tokens, heads, dim]``."""
-    shape = tuple(cache.shape)
-    if 0 in shape:
-        raise ValueError(f"a cache of shape {shape} is empty")
-    if cache.stride(-1) != 1:
-        raise ValueError(f"the last axis of a cache must be contiguous, its stride is {cache.stride(-1)}")
-    if cache.dim() == 5 and shape[0] == 2:
-        return _as_integers(cache)
-    if cache.dim() == 4 and shape[3] % 2 == 0:
-        return _as_integers(cache).view(*shape[:3], 2, shape[3] // 2).permute(3, 0, 2, 1, 4)
-    raise ValueError(
-        f"a cache of shape {shape} is neither [2, num_pages, page_tokens, heads, dim] "
-        "nor [num_pages, heads, page_tokens, 2 * dim]"
-    )
+def check_order(order: PayloadOrder) -> None:
+    """Raise `ValueError` for an unknown order."""
+    if order not in get_args(PayloadOrder):
+        raise ValueError(f"unknown payload order {order!r}, use NHD or HND")
 
 
-def _check_payload(payload: Tensor, layers: int, view: Tensor) -> None:
-    _, _, page_tokens, heads, dim = view.shape
-    shape = tuple(payload.shape)
-    if (
-        len(shape) != 6
-        or (*shape[1:3], *shape[4:]) != (layers, 2, heads, dim)
-        or shape[3] == 0
-        or shape[3] % page_tokens
-    ):
-        raise ValueError(
-            f"the payload has shape {shape}, not [blocks, {layers}, 2, a multiple of {page_tokens}, {heads}, {dim}]"
-        )
-    if shape[0] and not payload[0].is_contiguous():
-        raise ValueError("each block of the payload must be contiguous")
-    if shape[0] > 1 and payload.stride(0) < payload[0].numel():
+def check_blocks(
+    caches: PagedCaches, payloads: Tensor | Sequence[Tensor], count: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """Return what is moved from or to the caches as one contiguous tensor of `shape` and `dtype` per block.
+
+    `payloads` is one tensor ``[count, *shape]`` or `count` tensors. Raises `ValueError` when they do not fit, cannot be
+    reached from the device of the caches, or overlap them.
+    """
+    blocks = _blocks(payloads, count, shape)
+    for index, block in enumerate(blocks):
+        if tuple(block.shape) != shape:
+            raise ValueError(f"the payload of block {index} has shape {tuple(block.shape)}, not {shape}")
+        if block.dtype != dtype or not _reachable(block, caches.device):
+            raise ValueError(
+                f"the payload is {block.dtype} on {block.device}, not {dtype} for caches on {caches.device}"
+            )
+        if not block.is_contiguous():
+            raise ValueError(f"the payload of block {index} is not contiguous")
+    if overlaps(list(map(extent, blocks)), caches.extents):
+        raise ValueError("the payload overlaps a cache in memory")
+    return blocks
+
+
+def check_apart(blocks: Sequence[Tensor]) -> None:
+    """Raise `ValueError` if two blocks that are to be written share a byte."""
+    if any(start < end for (_, end), (start, _) in pairwise(sorted(map(extent, blocks)))):
         raise ValueError("the blocks of the payload overlap in memory")
 
 
-def _check_table(table: Tensor, payload: Tensor, view: Tensor) -> Tensor:
+def _blocks(payloads: Tensor | Sequence[Tensor], count: int, shape: tuple[int, ...]) -> Sequence[Tensor]:
+    if isinstance(payloads, Tensor):
+        if payloads.dim() != 1 + len(shape) or len(payloads) != count:
+            raise ValueError(f"the payload has shape {tuple(payloads.shape)}, not {(count, *shape)}")
+        return payloads.unbind(0)
+    if len(payloads) != count:
+        raise ValueError(f"there are payloads of {len(payloads)} blocks, and the block table has {count}")
+    return payloads
+
+
+def _reachable(payload: Tensor, device: torch.device) -> bool:
+    """Say whether kernels on `device` can use the payload's address. Pinned memory has the same one on every GPU."""
+    return payload.device == device or (device.type == "cuda" and payload.device.type == "cpu" and payload.is_pinned())
+
+
+def check_table(caches: PagedCaches, table: Tensor) -> Tensor:
+    """Return a block table as int64. Raises `ValueError` if it does not fit the caches."""
     if table.device.type != "cpu" or table.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"the block table must be int32 or int64 on the CPU, not {table.dtype} on {table.device}")
-    expected = (payload.shape[0], payload.shape[3] // view.shape[2])
-    if tuple(table.shape) != expected:
-        raise ValueError(f"the block table has shape {tuple(table.shape)}, not {expected}")
-    if table.numel() and int(table.max()) >= view.shape[1]:
-        raise ValueError(f"the block table names page {int(table.max())} of a cache of {view.shape[1]} pages")
+    if table.dim() != 2 or table.shape[1] == 0:
+        raise ValueError(f"the block table has shape {tuple(table.shape)}, not [blocks, pages per block]")
+    if table.numel() and int(table.max()) >= caches.num_pages:
+        raise ValueError(f"the block table names page {int(table.max())} of a cache of {caches.num_pages} pages")
     return table.to(torch.int64)
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor and of the one after its last."""
-    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _disjoint(views: Sequence[Tensor]) -> bool:
-    """Say whether all elements of equally strided views certainly have addresses of their own."""
-    view = views[0]
-    size = view.element_size()
-    axes = [(stride * size, count) for stride, count in zip(view.stride(), view.shape, strict=True)]
-    addresses = sorted(v.data_ptr() for v in views)
-    gaps = [after - before for before, after in pairwise(addresses)]
-    start, end = _extent(view)
-    if gaps and min(gaps) < end - start:
-        # Layers interleaved in one allocation: look at them as one more axis of it.
-        step = gcd(*gaps)
-        if step == 0:
-            return False
-        axes.append((step, (addresses[-1] - addresses[0]) // step + 1))
-    reach = size
-    for stride, count in sorted(axes):
-        if count > 1:
-            if stride < reach:
-                return False
-            reach += stride * (count - 1)
-    return True
+def check_written_pages(caches: PagedCaches, table: Tensor) -> None:
+    """Raise `ValueError` if two of a scatter's destinations may share a byte."""
+    written = [page for page in table.flatten().tolist() if page >= 0]
+    if len(set(written)) != len(written):
+        raise ValueError("the block table names a page twice: two blocks would be written over each other")
+    if not caches.disjoint:
+        raise ValueError("the caches overlap in memory: two layers, or two pages, would be written over each other")

@@ -12,12 +12,16 @@ stay as they are. Everything is integer arithmetic on bit patterns: NaN, infinit
 
 Residuals that are small, as those of a bfloat16's or a float32's exponents, are coded in pairs. The exact bits of each
 plane are in docs/container.md.
+
+Splitting into planes and coding planes are two steps, and a GPU can do the first: `tierkv.kernels.planes` makes and
+merges the very planes that `Bx1.encode_planes` and `Bx1.decode_planes_into` deal with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -32,6 +36,7 @@ from tierkv.storage.codecs.plane import expand, expand_into, scratch, shrink, sh
 
 __all__ = ["Bx1"]
 
+_ALIGNMENT = 16  # of planes that lie in one buffer: what a GPU loads at once, and what pairs are padded to
 # Values per numpy call: fewer, and threads spend their time handing the interpreter lock to each other.
 _STRIDE = 1024 * 1024
 
@@ -64,6 +69,16 @@ class _Grid:
         peaks_and_residuals = [self.groups * self.channels, self.values]
         return {1: [], 2: [self.values], 4: [2 * self.values, self.values]}[self.itemsize] + peaks_and_residuals
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a buffer that holds all planes."""
+        return sum(map(_aligned, self.plane_sizes))
+
+    def planes_in(self, buffer: Bytes) -> list[Bytes]:
+        """Return the planes that lie in a buffer of `nbytes`, each at a multiple of 16 bytes."""
+        starts = accumulate(map(_aligned, self.plane_sizes), initial=0)
+        return [buffer[start : start + size] for start, size in zip(starts, self.plane_sizes, strict=False)]
+
     def per_value(self, flat: _Array) -> _Array:
         return flat.reshape(self.groups, self.tokens, self.channels)
 
@@ -89,12 +104,10 @@ class Bx1(Codec):
             return []
         if layout.dtype == "uint8":
             return [shrink_opaque(data)]
+        planes = scratch("planes", self.planes_nbytes(layout))
         grid = _Grid.of(layout)
-        *sizes, size = grid.plane_sizes
-        residuals = scratch("residuals", padded_size(size))
-        planes = [*(scratch(f"plane {i}", size) for i, size in enumerate(sizes)), residuals[:size]]
-        _split(data, planes, grid)
-        return [*map(shrink, planes[:-1]), *(join_pairs(residuals, size) or [shrink(planes[-1])])]
+        _split(data, grid.planes_in(planes), grid)
+        return _shrink(planes, grid)
 
     def decode_into(self, sections: Sequence[memoryview], out: memoryview, layout: BlockLayout) -> None:
         if not len(out):
@@ -112,20 +125,72 @@ class Bx1(Codec):
             raise malformed(self, str(error)) from error
         _merge(planes, as_bytes(out), grid)
 
+    def planes_nbytes(self, layout: BlockLayout) -> int:
+        """Return how many bytes the planes of a block take: in the order of the module, each at a multiple of 16."""
+        return layout.nbytes if layout.dtype == "uint8" else _Grid.of(layout).nbytes
+
+    def encode_planes(self, planes: bytearray | memoryview, layout: BlockLayout) -> list[Bytes]:
+        """Code planes that are split already, `planes_nbytes` writable bytes: as `encode` codes their payload.
+
+        The buffer serves as working memory, and its residuals are lost. The sections may be views of it.
+        """
+        data = as_bytes(planes)
+        if not data.size:
+            return []
+        return [shrink_opaque(data)] if layout.dtype == "uint8" else _shrink(data, _Grid.of(layout))
+
+    def decode_planes_into(self, sections: Sequence[memoryview], planes: memoryview, layout: BlockLayout) -> None:
+        """Fill `planes`, `planes_nbytes` writable bytes, with the planes, which `decode_into` would go on to merge.
+
+        What lies between planes is undefined. Raises `CorruptBlock` as `decode_into` does.
+        """
+        if layout.dtype == "uint8" or not layout.nbytes:
+            return self.decode_into(sections, planes, layout)
+        grid = _Grid.of(layout)
+        data = as_bytes(planes)
+        *others, residuals = grid.planes_in(data)
+        try:
+            coded = _residual_sections(sections, len(others))
+            for section, plane in zip(sections, others, strict=False):
+                expand_into(section, plane)
+            if len(coded) == 1:
+                expand_into(coded[0], residuals)
+            else:
+                split_pairs(coded, data[-padded_size(residuals.size) :], residuals.size)
+        except ValueError as error:
+            raise malformed(self, str(error)) from error
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _shrink(planes: Bytes, grid: _Grid) -> list[Bytes]:
+    """Code the planes in a buffer of `grid.nbytes`; the residuals are lost."""
+    *others, residuals = grid.planes_in(planes)
+    padded = planes[-padded_size(residuals.size) :]
+    return [*map(shrink, others), *(join_pairs(padded, residuals.size) or [shrink(residuals)])]
+
+
+def _residual_sections(sections: Sequence[memoryview], others: int) -> Sequence[memoryview]:
+    """Return the sections after the `others` first. Raises `ValueError` when they cannot be those of residuals."""
+    if len(sections) - others not in (1, SECTIONS):
+        raise ValueError(f"{len(sections)} sections")
+    return sections[others:]
+
 
 def _planes(sections: Sequence[memoryview], grid: _Grid) -> list[Bytes]:
     """Decode the planes. Raises `ValueError` when the sections are not theirs."""
     *sizes, size = grid.plane_sizes
-    others, coded = sections[: len(sizes)], sections[len(sizes) :]
+    coded = _residual_sections(sections, len(sizes))
     if len(coded) == 1:
         residuals = expand(coded[0], size, "residuals")
-    elif len(coded) == SECTIONS:
+    else:
         padded = scratch("residuals", padded_size(size))
         split_pairs(coded, padded, size)
         residuals = padded[:size]
-    else:
-        raise ValueError(f"{len(sections)} sections")
-    return [*(expand(s, n, f"plane {i}") for i, (s, n) in enumerate(zip(others, sizes, strict=True))), residuals]
+    others = zip(sections, sizes, strict=False)
+    return [*(expand(section, n, f"plane {i}") for i, (section, n) in enumerate(others)), residuals]
 
 
 def _split(data: Bytes, planes: list[Bytes], grid: _Grid) -> None:

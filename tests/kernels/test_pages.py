@@ -1,189 +1,104 @@
 """Pages to blocks and back: what moves, what stays, and what is refused before a byte moves."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.kernels.paged import POISON, Problem, problems, raw
 from tierkv.kernels.page_kernel import move_pages
 from tierkv.kernels.page_move import plan_gather, plan_scatter
+from tierkv.kernels.paged_caches import CacheLayout, PagedCaches
 from tierkv.kernels.pages import gather_blocks, scatter_blocks
 
+CPU = torch.device("cpu")
 DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.float64]
-POISON = 0xA5
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One drawn move. `caches` and `payload` make its buffers of random bytes, so NaNs of every kind are among them."""
-
-    order: str
-    dtype: torch.dtype
-    pages: int
-    page_tokens: int
-    heads: int
-    dim: int
-    layers: int
-    table: tuple[tuple[int, ...], ...]
-    interleaved: bool
-    tail: int
-    skew: int
-    gap: int
-
-    @property
-    def cache_shape(self) -> tuple[int, ...]:
-        if self.order == "NHD":
-            return (2, self.pages, self.page_tokens, self.heads, self.dim)
-        return (self.pages, self.heads, self.page_tokens, 2 * self.dim)
-
-    @property
-    def ids(self) -> Tensor:
-        return torch.tensor(self.table, dtype=torch.int32).reshape(len(self.table), -1)
-
-    def caches(self, device: torch.device) -> list[Tensor]:
-        """Layers apart or interleaved in one allocation, `skew` elements into it, `tail` unused elements per row."""
-        shape = (*self.cache_shape[:-1], self.cache_shape[-1] + self.tail)
-        count = self.layers * torch.Size(shape).numel()
-        flat = random_bytes((count + self.skew) * self.dtype.itemsize, device).view(self.dtype)[self.skew :]
-        if self.interleaved:
-            layers = flat.view(shape[0], self.layers, *shape[1:]).unbind(1)
-        else:
-            layers = flat.view(self.layers, *shape).unbind(0)
-        return [layer[..., : self.cache_shape[-1]] for layer in layers]
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        return (self.layers, 2, self.ids.shape[1] * self.page_tokens, self.heads, self.dim)
-
-    def padded_blocks(self, device: torch.device) -> Tensor:
-        """Random payloads in rows, with `gap` elements behind each."""
-        row = torch.Size(self.block_shape).numel() + self.gap
-        return random_bytes(len(self.table) * row * self.dtype.itemsize, device).view(self.dtype).view(-1, row)
-
-    def payload(self, device: torch.device) -> Tensor:
-        return self.without_gaps(self.padded_blocks(device))
-
-    def without_gaps(self, padded: Tensor) -> Tensor:
-        return padded[:, : padded.shape[1] - self.gap].view(-1, *self.block_shape)
-
-
-def random_bytes(count: int, device: torch.device) -> Tensor:
-    return torch.randint(0, 256, (count,), dtype=torch.uint8).to(device)
-
-
-def raw(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    pages = draw(st.integers(1, 6))
-    pages_per_block = draw(st.integers(1, 3))
-    ids = draw(st.permutations([*range(pages), -1, -7, -1]))
-    blocks = draw(st.integers(0, len(ids) // pages_per_block))
-    return Problem(
-        order=draw(st.sampled_from(["NHD", "HND"])),
-        dtype=draw(st.sampled_from(DTYPES)),
-        pages=pages,
-        page_tokens=draw(st.sampled_from([1, 2, 3, 8, 16])),
-        heads=draw(st.integers(1, 3)),
-        dim=draw(st.sampled_from([1, 2, 5, 8, 24, 64])),
-        layers=draw(st.integers(1, 3)),
-        table=tuple(tuple(ids[b * pages_per_block : (b + 1) * pages_per_block]) for b in range(blocks)) or ((-1,),),
-        interleaved=draw(st.booleans()),
-        tail=draw(st.sampled_from([0, 0, 0, 1, 8])),
-        skew=draw(st.sampled_from([0, 0, 1, 2, 8])),
-        gap=draw(st.sampled_from([0, 0, 1, 16])),
-    )
-
 
 # Strides are multiples of 4 bytes, rows are 10 bytes wide.
-NARROW_ROWS = Problem("NHD", torch.bfloat16, 3, 2, 2, 5, 2, ((2, 0),), interleaved=False, tail=1, skew=0, gap=0)
+NARROW_ROWS = Problem("2PNHD", "NHD", torch.bfloat16, 3, 2, 2, 5, 2, ((2, 0),), tail=1)
+# What each common engine has, moved in the other order than it keeps.
+TURNED = Problem("P2NHD", "HND", torch.float16, 4, 16, 3, 8, 2, ((-1, 1, 2), (3, -1, 0)), scattered=True)
+HEADS_FIRST = Problem("PHN2D", "NHD", torch.float32, 4, 8, 2, 24, 1, ((2, 3),))
 
 
-def page_of(cache: Tensor, order: str, plane: int, page: int, token: int, head: int) -> Tensor:
-    """One token's K (plane 0) or V (plane 1) of one head, by the definition of the layout."""
-    if order == "NHD":
-        return cache[plane, page, token, head]
-    dim = cache.shape[-1] // 2
-    return cache[page, head, token, plane * dim : (plane + 1) * dim]
-
-
-def rows(problem: Problem, caches: list[Tensor], payload: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (page id, place in the cache, place in the payload) for every row, straight from the definition."""
-    for block, ids in enumerate(problem.table):
-        for nth, page in enumerate(ids):
-            for layer, cache in enumerate(caches):
-                for plane in range(2):
-                    for token in range(problem.page_tokens):
-                        for head in range(problem.heads):
-                            row = payload[block, layer, plane, nth * problem.page_tokens + token, head]
-                            yield page, page_of(cache, problem.order, plane, max(page, 0), token, head), row
-
-
-@given(problem=problems())
+@given(problem=problems(DTYPES))
 @settings(max_examples=25)
 def test_gather_is_what_the_layouts_say(problem: Problem) -> None:
-    cpu = torch.device("cpu")
-    caches, payload = problem.caches(cpu), problem.payload(cpu)
-    gather_blocks(caches, problem.ids, payload)
-    for page, source, row in rows(problem, caches, payload):
+    tensors, payloads = problem.tensors(CPU), problem.payloads(CPU)
+    gather_blocks(problem.paged(tensors), problem.ids, payloads, order=problem.order)
+    for page, source, row in problem.rows(tensors, payloads):
         assert raw(row) == (raw(source) if page >= 0 else bytes(len(raw(row))))
 
 
-@given(problem=problems())
+@given(problem=problems(DTYPES))
 @settings(max_examples=25)
 def test_scatter_is_what_the_layouts_say_and_touches_nothing_else(problem: Problem) -> None:
-    cpu = torch.device("cpu")
-    caches, payload = problem.caches(cpu), problem.payload(cpu)
-    expected = [cache.clone() for cache in caches]
-    for page, target, row in rows(problem, expected, payload):
+    tensors, payloads = problem.tensors(CPU), problem.payloads(CPU)
+    expected = [tensor.clone() for tensor in tensors]
+    for page, target, row in problem.rows(expected, payloads):
         if page >= 0:
             target.view(torch.uint8).copy_(row.view(torch.uint8))
-    scatter_blocks(payload, problem.ids, caches)
-    assert [raw(cache) for cache in caches] == [raw(cache) for cache in expected]
+    scatter_blocks(payloads, problem.ids, problem.paged(tensors), order=problem.order)
+    assert raw(tensors) == raw(expected)
 
 
-@given(problem=problems())
+@given(problem=problems(DTYPES))
 @example(problem=NARROW_ROWS)
+@example(problem=TURNED)
+@example(problem=HEADS_FIRST)
 @settings(max_examples=60)
 def test_kernel_gathers_what_the_reference_gathers(device: torch.device, problem: Problem) -> None:
-    caches = problem.caches(device)
-    padded = problem.padded_blocks(device)
-    padded.flatten().view(torch.uint8).fill_(POISON)
-    payload = problem.without_gaps(padded)
-    expected = torch.empty(payload.shape, dtype=payload.dtype)
-    gather_blocks([cache.cpu() for cache in caches], problem.ids, expected)
-    move_pages(plan_gather(caches, problem.ids, payload), gather=True)
-    assert raw(payload) == raw(expected)
-    assert set(raw(padded[:, padded.shape[1] - problem.gap :])) <= {POISON}
+    tensors = problem.tensors(device)
+    padded, payloads = problem.poisoned(device)
+    _, expected = problem.poisoned(CPU)
+    gather_blocks(problem.paged([t.cpu() for t in tensors]), problem.ids, expected, order=problem.order)
+    move_pages(plan_gather(problem.paged(tensors), problem.ids, payloads, problem.order), gather=True)
+    assert raw(payloads) == raw(expected)
+    assert set(problem.gaps(padded)) <= {POISON}
 
 
-@given(problem=problems())
+@given(problem=problems(DTYPES))
 @example(problem=NARROW_ROWS)
+@example(problem=TURNED)
+@example(problem=HEADS_FIRST)
 @settings(max_examples=60)
 def test_kernel_scatters_what_the_reference_scatters(device: torch.device, problem: Problem) -> None:
-    payload, caches = problem.payload(device), problem.caches(device)
-    expected = [cache.cpu().clone() for cache in caches]
-    scatter_blocks(payload.cpu().contiguous(), problem.ids, expected)
-    move_pages(plan_scatter(payload, problem.ids, caches), gather=False)
-    assert [raw(cache) for cache in caches] == [raw(cache) for cache in expected]
+    payloads, tensors = problem.payloads(device), problem.tensors(device)
+    expected = [tensor.cpu().clone() for tensor in tensors]
+    scatter_blocks([block.cpu() for block in payloads], problem.ids, problem.paged(expected), order=problem.order)
+    move_pages(plan_scatter(payloads, problem.ids, problem.paged(tensors), problem.order), gather=False)
+    assert raw(tensors) == raw(expected)
 
 
-@given(problem=problems())
+@given(problem=problems(DTYPES))
 @settings(max_examples=25)
 def test_what_is_scattered_is_gathered_again(device: torch.device, problem: Problem) -> None:
-    payload, caches = problem.payload(device), problem.caches(device)
-    back = torch.empty(payload.shape, dtype=payload.dtype, device=device)
-    scatter_blocks(payload, problem.ids, caches)
-    gather_blocks(caches, problem.ids, back)
+    payloads, caches = problem.payloads(device), problem.paged(problem.tensors(device))
+    _, back = problem.poisoned(device)
+    scatter_blocks(payloads, problem.ids, caches, order=problem.order)
+    gather_blocks(caches, problem.ids, back, order=problem.order)
     live = (problem.ids >= 0).repeat_interleave(problem.page_tokens, dim=1)
-    for block in range(len(problem.table)):
-        assert raw(back[block][:, :, live[block]]) == raw(payload[block][:, :, live[block]])
+    axis = 2 if problem.order == "NHD" else 3
+    for block, tokens in enumerate(live):
+        at = tokens.nonzero().flatten().to(device)
+        assert raw(back[block].view(torch.uint8).unflatten(-1, (problem.dim, -1)).index_select(axis, at)) == raw(
+            payloads[block].view(torch.uint8).unflatten(-1, (problem.dim, -1)).index_select(axis, at)
+        )
+
+
+def test_payloads_in_pinned_memory_need_no_copy_of_their_own(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("memory that two devices see needs a GPU")
+    problem = TURNED
+    tensors = problem.tensors(device)
+    blocks = [torch.zeros(problem.block_shape, dtype=problem.dtype).pin_memory() for _ in problem.table]
+    _, expected = problem.poisoned(CPU)
+    gather_blocks(problem.paged([t.cpu() for t in tensors]), problem.ids, expected, order=problem.order)
+    gather_blocks(problem.paged(tensors), problem.ids, blocks, order=problem.order)
+    torch.cuda.synchronize()
+    assert raw(blocks) == raw(expected)
 
 
 def nhd(pages: int = 4, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -196,38 +111,77 @@ def blocks(count: int = 1, layers: int = 2, tokens: int = 16, dtype: torch.dtype
 
 TABLE = torch.tensor([[0, 3]])
 
-REFUSED_BOTH_WAYS = {
-    "no cache": ([], TABLE, blocks(layers=0)),
-    "differs from cache 0": ([nhd(), nhd(pages=5)], TABLE, blocks()),
-    "stride": ([nhd().transpose(3, 4)] * 1, TABLE, blocks(layers=1)),
-    "names page 4 of a cache of 4": ([nhd(), nhd()], torch.tensor([[0, 4]]), blocks()),
-    "int32 or int64": ([nhd(), nhd()], torch.tensor([[0.0, 1.0]]), blocks()),
-    "block table has shape": ([nhd(), nhd()], torch.tensor([[0, 1, 2]]), blocks()),
-    "payload is torch.float16": ([nhd(), nhd()], TABLE, blocks(dtype=torch.float16)),
-    "a multiple of 8": ([nhd(), nhd()], TABLE, blocks(tokens=12)),
-    "payload has shape": ([nhd(), nhd()], TABLE, blocks(layers=3)),
-    "contiguous": ([nhd(), nhd()], TABLE, blocks().transpose(4, 5).contiguous().transpose(4, 5)),
-    "blocks of the payload overlap": ([nhd(), nhd()], TABLE.expand(2, 2), blocks().expand(2, -1, -1, -1, -1, -1)),
-    "is neither": ([torch.ones(3, 4, 8, 2, 16, dtype=torch.bfloat16)], TABLE, blocks(layers=1)),
-    "is empty": ([nhd(pages=0)], TABLE, blocks(layers=1)),
-    "cannot be moved": ([nhd(dtype=torch.complex128)], TABLE, blocks(layers=1, dtype=torch.complex128)),
+REFUSED_CACHES: dict[str, tuple[list[Tensor], str]] = {
+    "there is no cache": ([], "2PNHD"),
+    "cache 1 differs from cache 0": ([nhd(), nhd(pages=5)], "2PNHD"),
+    "its stride is 16": ([nhd().transpose(3, 4)], "2PNHD"),
+    "is empty": ([nhd(pages=0)], "2PNHD"),
+    "cannot be moved": ([nhd(dtype=torch.complex128)], "2PNHD"),
+    "unknown cache layout 'NHD'": ([nhd()], "NHD"),
+    "is not 2PNHD": ([torch.ones(3, 2, 8, 2, 16)], "2PNHD"),
+    "is not P2NHD": ([torch.ones(2, 3, 8, 2, 16)], "P2NHD"),
+    "is not PHN2D": ([torch.ones(4, 8, 2, 15)], "PHN2D"),
+    "is not PND": ([torch.ones(4, 8, 1, 16)], "PND"),
 }
 
 
-def scatter_into(caches: list[Tensor], table: Tensor, payload: Tensor) -> None:
-    scatter_blocks(payload, table, caches)
+@pytest.mark.parametrize("message", REFUSED_CACHES)
+def test_caches_that_do_not_fit_their_layout_are_refused(message: str) -> None:
+    tensors, layout = REFUSED_CACHES[message]
+    with pytest.raises(ValueError, match=message):
+        PagedCaches.of(tensors, layout)  # type: ignore[arg-type]
+
+
+def test_a_shape_that_two_layouts_have_is_read_as_the_caller_says() -> None:
+    tensor = torch.arange(2 * 2 * 4, dtype=torch.int32).view(2, 2, 4, 1, 1)
+    out = torch.empty(1, 1, 2, 4, 1, 1, dtype=torch.int32)
+    page_one: dict[CacheLayout, list[list[int]]] = {
+        "2PNHD": tensor[:, 1].flatten(1).tolist(),
+        "P2NHD": tensor[1].flatten(1).tolist(),
+    }
+    for layout, expected in page_one.items():
+        gather_blocks(PagedCaches.of([tensor], layout), torch.tensor([[1]]), out, order="NHD")
+        assert out.flatten(3)[0, 0].tolist() == expected
+
+
+REFUSED_BOTH_WAYS: dict[str, tuple[Tensor, Tensor | list[Tensor], str]] = {
+    "names page 4 of a cache of 4": (torch.tensor([[0, 4]]), blocks(), "NHD"),
+    "int32 or int64": (torch.tensor([[0.0, 1.0]]), blocks(), "NHD"),
+    "block table has shape": (torch.tensor([0, 1]), blocks(), "NHD"),
+    "pages per block": (torch.empty(1, 0, dtype=torch.int64), blocks(), "NHD"),
+    "payload is torch.float16": (TABLE, blocks(dtype=torch.float16), "NHD"),
+    "has shape .*, not .*, 16, 2, 16": (TABLE, blocks(tokens=12), "NHD"),
+    "has shape .*, not .*, 2, 16, 16": (TABLE, blocks(), "HND"),
+    "block 0 has shape": (TABLE, blocks(layers=3), "NHD"),
+    "payload has shape": (TABLE, blocks(count=2), "NHD"),
+    "of 2 blocks": (TABLE, list(blocks(count=2)), "NHD"),
+    "of block 1 has shape": (TABLE.expand(2, 2) - 4, [*blocks(), *blocks(layers=1)], "NHD"),
+    "is not contiguous": (TABLE, blocks().transpose(4, 5).contiguous().transpose(4, 5), "NHD"),
+    "unknown payload order": (TABLE, blocks(), "DHN"),
+}
+
+
+def scatter_into(caches: PagedCaches, table: Tensor, payload: Tensor | Sequence[Tensor], *, order: str) -> None:
+    scatter_blocks(payload, table, caches, order=order)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("move", [gather_blocks, scatter_into])
 @pytest.mark.parametrize("message", REFUSED_BOTH_WAYS)
-def test_what_does_not_fit_is_refused_before_a_byte_moves(
-    message: str, move: Callable[[list[Tensor], Tensor, Tensor], None]
-) -> None:
-    caches, table, payload = REFUSED_BOTH_WAYS[message]
-    before = [raw(t) for t in (*caches, payload)]
+def test_what_does_not_fit_is_refused_before_a_byte_moves(message: str, move: Callable[..., None]) -> None:
+    table, payload, order = REFUSED_BOTH_WAYS[message]
+    tensors = [nhd(), nhd()]
+    before = raw([*tensors, *payload])
     with pytest.raises(ValueError, match=message):
-        move(caches, table, payload)
-    assert [raw(t) for t in (*caches, payload)] == before
+        move(PagedCaches.of(tensors, "2PNHD"), table, payload, order=order)
+    assert raw([*tensors, *payload]) == before
+
+
+def test_blocks_that_overlap_are_refused_by_gather_only() -> None:
+    caches, table = PagedCaches.of([nhd(), nhd()], "2PNHD"), torch.tensor([[0, 3], [1, 2]])
+    for payload in (blocks().expand(2, -1, -1, -1, -1, -1), [blocks()[0]] * 2):
+        with pytest.raises(ValueError, match="blocks of the payload overlap"):
+            gather_blocks(caches, table, payload, order="NHD")
+        scatter_blocks(payload, table, caches, order="NHD")
 
 
 def overlapping_pages() -> Tensor:
@@ -244,31 +198,35 @@ REFUSED_BY_SCATTER = {
 
 @pytest.mark.parametrize("message", REFUSED_BY_SCATTER)
 def test_overlapping_destinations_are_refused_by_scatter_only(message: str) -> None:
-    caches, table, payload = REFUSED_BY_SCATTER[message]
-    before = [raw(cache) for cache in caches]
+    tensors, table, payload = REFUSED_BY_SCATTER[message]
+    caches, before = PagedCaches.of(tensors, "2PNHD"), raw(tensors)
     with pytest.raises(ValueError, match=message):
-        scatter_blocks(payload, table, caches)
-    assert [raw(cache) for cache in caches] == before
-    gather_blocks(caches, table, payload)
-    assert [raw(cache) for cache in caches] == before
+        scatter_blocks(payload, table, caches, order="NHD")
+    assert raw(tensors) == before
+    gather_blocks(caches, table, payload, order="NHD")
+    assert raw(tensors) == before
 
 
 def test_payload_inside_a_cache_is_refused() -> None:
-    memory = torch.ones(2 * 4 * 8 * 2 * 16, dtype=torch.bfloat16)
-    cache = memory.view(2, 4, 8, 2, 16)
-    payload = memory[: 2 * 8 * 2 * 16].view(1, 1, 2, 8, 2, 16)
-    with pytest.raises(ValueError, match="payload overlaps cache 0"):
-        gather_blocks([cache], torch.tensor([[1]]), payload)
+    memory = torch.ones(3, 2 * 4 * 8 * 2 * 16, dtype=torch.bfloat16)
+    caches = PagedCaches.of([row.view(2, 4, 8, 2, 16) for row in (memory[0], memory[2])], "2PNHD")
+    table = torch.tensor([[1]])
+    for inside in (memory[0], memory[2, -1024:], memory.flatten()[2048 + 1025 :]):
+        with pytest.raises(ValueError, match="payload overlaps a cache"):
+            gather_blocks(caches, table, inside[:1024].view(1, 2, 2, 8, 2, 16), order="NHD")
+    gather_blocks(caches, table, memory[1, :1024].view(1, 2, 2, 8, 2, 16), order="NHD")
 
 
 def test_a_null_page_may_appear_many_times() -> None:
-    caches, payload = [nhd(), nhd()], blocks(count=2)
-    scatter_blocks(payload, torch.tensor([[-1, 0], [-1, -1]]), caches)
-    assert all(float(cache[:, 0].min()) == 2 and float(cache[:, 1:].max()) == 1 for cache in caches)
+    tensors = [nhd(), nhd()]
+    scatter_blocks(blocks(count=2), torch.tensor([[-1, 0], [-1, -1]]), PagedCaches.of(tensors, "2PNHD"), order="NHD")
+    assert all(float(cache[:, 0].min()) == 2 and float(cache[:, 1:].max()) == 1 for cache in tensors)
 
 
-def test_no_blocks_is_no_work(device: torch.device) -> None:
-    caches = [nhd().to(device)]
-    move_pages(plan_gather(caches, torch.empty(0, 2, dtype=torch.int64), blocks(0, 1).to(device)), gather=True)
-    scatter_blocks(blocks(0, 1).to(device), torch.empty(0, 2, dtype=torch.int64), caches)
-    assert float(caches[0].min()) == 1
+@pytest.mark.parametrize("payload", [blocks(0, 1), []])
+def test_no_blocks_is_no_work(device: torch.device, payload: Tensor | list[Tensor]) -> None:
+    tensors, table = [nhd().to(device)], torch.empty(0, 2, dtype=torch.int64)
+    caches = PagedCaches.of(tensors, "2PNHD")
+    move_pages(plan_gather(caches, table, payload, "NHD"), gather=True)
+    scatter_blocks(payload, table, caches, order="NHD")
+    assert float(tensors[0].min()) == 1
