@@ -175,9 +175,19 @@ class Mapped(_Answer):
     """Offset and size in bytes; only of the warm tier."""
 
 
+class OnDevice(_Answer):
+    tier: TierName
+    bus_id: str
+    """PCI bus id of the GPU."""
+    nbytes: Count
+    handle: Annotated[str, Field(pattern="^[0-9a-f]{128}$")]
+    """CUDA IPC handle, 64 bytes; binary in msgpack."""
+
+
 class Attached(_Answer):
     generation: str
     segments: list[Mapped]
+    device: OnDevice | None
     tenant_key: Hash
     """Binary in msgpack."""
 

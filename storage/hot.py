@@ -1,184 +1,225 @@
-"""The hot tier: a paged pool as one torch tensor, on a GPU or in ordinary memory by the same code."""
+"""The hot tier: a pool of blocks on a GPU, or in ordinary memory where there is none."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from threading import local
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
-
-from tierkv.errors import DependencyMissing, DeviceError, InvalidRequest
+from tierkv.errors import DeviceError
+from tierkv.storage.device import Device, DeviceBlock, open_device
+from tierkv.storage.device_pool import DevicePool, Transfer
+from tierkv.storage.landing import Sums
 from tierkv.storage.pooled import PooledTier
 from tierkv.storage.shm import SharedSegment
-from tierkv.storage.tier import Buffer, Slot
+from tierkv.storage.tier import Buffer, Slot, checksum
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["DeviceHotTier", "HotTier", "make_hot_tier"]
 
-__all__ = ["HotTier"]
+log = logging.getLogger(__name__)
 
-_STAGING_BYTES = 8 << 20
+BATCH_BYTES = 32 << 20
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-class HotTier(PooledTier):
-    """Slots inside one flat uint8 tensor. Creating one blocks while its memory is allocated.
-
-    On the CPU the tensor lies in a `SharedSegment`, so that local clients can map it like the warm arena. On a GPU
-    `view` is not possible; `write` and `read` (and so `put` and `read_into`) copy through pinned memory.
+def make_hot_tier(
+    capacity_bytes: int,
+    *,
+    device: str,
+    segment_path: str | os.PathLike[str],
+    superblock_bytes: int | None = None,
+) -> HotTier | DeviceHotTier:
+    """Make a hot tier. Blocks while its memory is allocated.
 
     Parameters
     ----------
-    capacity_bytes
-        Size of the pool in bytes, rounded down to whole superblocks.
+    capacity_bytes, superblock_bytes
+        As `SuperblockAllocator`.
     device
-        ``cpu``, ``cuda:N``, or ``auto``: the current CUDA device if there is one, else the CPU.
+        ``cpu``, ``cuda:N``, or ``auto``: the first GPU if there is one that can be used, else the CPU.
     segment_path
-        File of the pool when it is on the CPU; not used on a GPU.
-    superblock_bytes
-        See `SuperblockAllocator`; None chooses by capacity.
+        File of the pool when it is on the CPU.
 
     Raises
     ------
-    DependencyMissing
-        torch is not installed.
     DeviceError
         There is no such device, or it refuses the allocation.
     ConfigError, StoreInUse, StorageFull, ForeignStore, StorageError
         As `SuperblockAllocator` and `SharedSegment`.
     """
+    gpu = _resolve(device)
+    if gpu is None:
+        return HotTier(capacity_bytes, segment_path=segment_path, superblock_bytes=superblock_bytes)
+    return DeviceHotTier(capacity_bytes, device=gpu, superblock_bytes=superblock_bytes)
+
+
+class HotTier(PooledTier):
+    """Slots inside a `SharedSegment`, which local clients can map like the warm arena.
+
+    Parameters and errors as `make_hot_tier`.
+    """
 
     name: ClassVar[str] = "hot"
 
     def __init__(
-        self,
-        capacity_bytes: int,
-        *,
-        device: str,
-        segment_path: str | os.PathLike[str],
-        superblock_bytes: int | None = None,
+        self, capacity_bytes: int, *, segment_path: str | os.PathLike[str], superblock_bytes: int | None = None
     ) -> None:
-        try:
-            import torch
-        except ImportError as error:
-            raise DependencyMissing("the hot tier needs torch", remedy="pip install 'tierkv-cache[gpu]'") from error
-        self.device = _resolve(device)
         super().__init__(capacity_bytes, superblock_bytes)
-        self._torch = torch
-        self._staging = local()
-        self._segment: SharedSegment | None = None
-        if self.device.type == "cpu":
-            self._segment = SharedSegment(segment_path, self.allocator.capacity)
-            # A slice of its own: the tensor keeps it, and so the mapping, alive after close().
-            self._pool = torch.frombuffer(self._segment.data[:], dtype=torch.uint8)
-        else:
-            try:
-                self._pool = torch.empty(self.allocator.capacity, dtype=torch.uint8, device=self.device)
-            except RuntimeError as error:
-                raise DeviceError(
-                    f"{self.device} refuses a pool of {self.allocator.capacity >> 20} MiB: {error}",
-                    remedy="configure a smaller hot capacity, or leave the engine less memory",
-                ) from error
+        self._segment = SharedSegment(segment_path, self.allocator.capacity)
 
     @property
-    def addressable(self) -> bool:
-        return self._segment is not None
-
-    @property
-    def path(self) -> Path | None:
-        """File that clients map, None on a GPU."""
-        return self._segment.path if self._segment else None
+    def path(self) -> Path:
+        """File that clients map."""
+        return self._segment.path
 
     @property
     def generation(self) -> int:
-        """Random number of this run of the pool's file, 0 on a GPU."""
-        return self._segment.generation if self._segment else 0
+        """Random number of this run of the pool's file."""
+        return self._segment.generation
 
     @property
     def data_offset(self) -> int:
         """Where slot offset 0 lies in the file, in bytes."""
-        return self._segment.data_offset if self._segment else 0
-
-    def tensor(self, slot: Slot, length: int) -> torch.Tensor:
-        """Return the first `length` bytes of a slot as uint8 on `device`, valid until the slot is given back."""
-        self._check_fits(slot, length)
-        return self._pool[slot.offset : slot.offset + length]
-
-    def pages(self, slot_size: int) -> torch.Tensor:
-        """Return the pool as pages of one slot size, for gather and scatter kernels.
-
-        Returns
-        -------
-        torch.Tensor
-            uint8 view ``[superblocks, slots per superblock, slot_size]`` on `device`; a slot of that size is
-            ``pages[offset // superblock_bytes, offset % superblock_bytes // slot_size]``. Superblocks that belong to
-            another size show as garbage: touch only pages of slots you hold.
-        """
-        self._check_open()
-        superblock = self.allocator.superblock_bytes
-        if not 0 < slot_size <= superblock:
-            raise InvalidRequest(f"a superblock of {superblock} bytes has no pages of {slot_size}")
-        shape = (self.allocator.capacity // superblock, superblock // slot_size, slot_size)
-        return self._pool.as_strided(shape, (superblock, slot_size, 1))
+        return self._segment.data_offset
 
     def view(self, slot: Slot, length: int) -> memoryview:
         self._check_fits(slot, length)
-        if self._segment is None:
-            raise DeviceError(f"memory of {self.device} has no address on the CPU", remedy="use write, read or tensor")
         return self._segment.data[slot.offset : slot.offset + length]
 
-    def write(self, slot: Slot, payload: Buffer) -> None:
-        if self._segment is not None:
-            return super().write(slot, payload)
-        target = self.tensor(slot, len(payload))
-        source = np.frombuffer(payload, np.uint8)
-        staging = self._pinned()
-        for start in range(0, len(source), _STAGING_BYTES):
-            part = source[start : start + _STAGING_BYTES]
-            staging.numpy()[: len(part)] = part
-            target[start : start + len(part)].copy_(staging[: len(part)])
-
-    def read(self, slot: Slot, out: memoryview) -> None:
-        if self._segment is not None:
-            return super().read(slot, out)
-        source = self.tensor(slot, len(out))
-        target = np.frombuffer(out, np.uint8)
-        staging = self._pinned()
-        for start in range(0, len(target), _STAGING_BYTES):
-            part = target[start : start + _STAGING_BYTES]
-            staging[: len(part)].copy_(source[start : start + len(part)])
-            part[:] = staging.numpy()[: len(part)]
+    def describe(self) -> dict[str, Any]:
+        """As `PooledTier.describe`, and on which device."""
+        return {**super().describe(), "device": "cpu"}
 
     def close(self) -> None:
-        """Give the pool up. Views and tensors handed out stay readable for as long as they live."""
+        """Unlink the pool. Views handed out stay readable; clients keep their mapping of a file that is gone."""
         super().close()
-        self._pool = self._torch.empty(0, dtype=self._torch.uint8)
-        if self._segment is not None:
-            self._segment.close()
-
-    def _pinned(self) -> torch.Tensor:
-        # One per thread: copies of different threads run at the same time.
-        buffer: torch.Tensor | None = getattr(self._staging, "buffer", None)
-        if buffer is None:
-            buffer = self._torch.empty(_STAGING_BYTES, dtype=self._torch.uint8, pin_memory=True)
-            self._staging.buffer = buffer
-        return buffer
+        self._segment.close()
 
 
-def _resolve(name: str) -> torch.device:
-    import torch
+class DeviceHotTier(PooledTier):
+    """Slots in the memory of a GPU. The CPU cannot address them: `write` and `read` copy.
 
-    if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise DeviceError(f"unknown device {name!r}", remedy="use cpu, cuda:N or auto") from error
-    if device.type not in ("cpu", "cuda"):
-        raise DeviceError(f"the hot tier cannot live on {name!r}", remedy="use cpu, cuda:N or auto")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    Parameters
+    ----------
+    capacity_bytes, superblock_bytes
+        As `SuperblockAllocator`.
+    device
+        Where.
+
+    Attributes
+    ----------
+    batch_bytes
+        How much is worth copying at once.
+    pool
+        The memory.
+
+    Raises `DeviceError` when the device refuses the memory, and `ConfigError`.
+    """
+
+    name: ClassVar[str] = "hot"
+    batch_bytes: ClassVar[int] = BATCH_BYTES
+
+    def __init__(self, capacity_bytes: int, *, device: Device, superblock_bytes: int | None = None) -> None:
+        super().__init__(capacity_bytes, superblock_bytes)
+        self.pool = DevicePool.allocate(device, self.allocator.capacity)
+        self._sums: Sums | None = None
+
+    @property
+    def addressable(self) -> bool:
+        return False
+
+    @property
+    def usable(self) -> bool:
+        """Whether it copies: False for good after a copy that failed on its way, or never ended."""
+        return not self.pool.lost
+
+    def view(self, slot: Slot, length: int) -> memoryview:
+        self._check_fits(slot, length)
         raise DeviceError(
-            f"there is no device {name!r}", remedy=f"{torch.cuda.device_count()} CUDA devices are visible"
+            f"memory of {self.pool.device.name} has no address on the CPU", remedy="use write, read or device_block"
         )
-    return device
+
+    def device_block(self, slot: Slot, length: int) -> DeviceBlock:
+        """Return the first `length` bytes of a slot where they lie, valid until the slot is given back."""
+        self._check_fits(slot, length)
+        return self.pool.block(slot.offset, length)
+
+    def verify_landings(self, sums: Sums) -> bool:
+        """Sum blocks on the device after each batch from now on, if `sums` is right about a sample. Blocks.
+
+        Returns whether it is.
+        """
+        sample = bytes(range(256)) * 16
+        slot = self.allocate(len(sample))
+        try:
+            self.write(slot, sample)
+            found = list(sums([self.device_block(slot, len(sample))]))
+            right = found == [checksum(sample)]
+            why = "" if right else "the sum of a sample is wrong"
+        except Exception as error:  # whatever a compiler or a driver may raise
+            right, why = False, str(error)
+        finally:
+            self.discard(slot)
+        if right:
+            self._sums = sums
+        else:
+            log.warning("blocks are not verified again on %s: %s", self.pool.device.name, why)
+        return right
+
+    def landed(self, items: Sequence[tuple[Slot, int]]) -> Sequence[int | None]:
+        """Return the XXH3-64 of the first so many bytes of slots, summed on the device; None if it is not. Blocks."""
+        unknown = [None] * len(items)
+        if self._sums is None:
+            return unknown
+        try:
+            return self._sums([self.device_block(slot, length) for slot, length in items])
+        except Exception as error:  # the host has verified them already: no reason to have no hot tier
+            log.warning("blocks are not verified again on %s any more: %s", self.pool.device.name, error)
+            self._sums = None
+            return unknown
+
+    def copy_in(self, items: Iterable[tuple[Slot, Buffer]]) -> Transfer:
+        """Begin to fill slots. See `DevicePool.copy_in`; raises `DeviceError` and what `items` raises."""
+        return self.pool.copy_in(self._placed(items))
+
+    def write(self, slot: Slot, payload: Buffer) -> None:
+        self.copy_in([(slot, payload)]).wait()
+
+    def read(self, slot: Slot, out: memoryview) -> None:
+        self._check_fits(slot, len(out))
+        self.pool.copy_out([(slot.offset, out)])
+
+    def describe(self) -> dict[str, Any]:
+        """As `PooledTier.describe`; on which device, what of the host's memory it copies from by itself, and whether it
+        has been given up."""
+        return {
+            **super().describe(),
+            "device": self.pool.device.name,
+            "pinned_bytes": self.pool.pinned_bytes,
+            "lost": self.pool.lost,
+        }
+
+    def close(self) -> None:
+        """Give the pool up, see `DevicePool.close`."""
+        super().close()
+        self.pool.close()
+
+    def _placed(self, items: Iterable[tuple[Slot, Buffer]]) -> Iterable[tuple[int, Buffer]]:
+        for slot, payload in items:
+            self._check_fits(slot, len(payload))
+            yield slot.offset, payload
+
+
+def _resolve(name: str) -> Device | None:
+    if name == "cpu":
+        return None
+    if name != "auto":
+        return open_device(name)
+    try:
+        return open_device("cuda")
+    except DeviceError as error:
+        if _DRIVER.exists():
+            log.warning("the hot tier lies in ordinary memory: %s", error)
+        return None

@@ -13,7 +13,7 @@ while bytes are copied, hashed or coded, so one slow block never stalls another.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -27,8 +27,10 @@ from tierkv.spec import BlockLayout
 __all__ = [
     "NO_PARENT",
     "BlockMeta",
+    "PendingCopies",
     "Slot",
     "SlotTier",
+    "SupportsBatches",
     "SupportsQuotas",
     "SupportsRecency",
     "Tier",
@@ -211,6 +213,36 @@ class SupportsQuotas(Protocol):
         They are reported like blocks evicted to make room, and stay away as those that were deleted do. Raises
         `InvalidRequest` for less than 0 bytes.
         """
+
+
+class PendingCopies(Protocol):
+    """Copies under way. Until `wait` has returned or raised, both of their ends belong to them."""
+
+    def wait(self) -> None:
+        """Wait for all of them. Raises `DeviceError` when one has failed: then none of the blocks counts as copied."""
+
+
+@runtime_checkable
+class SupportsBatches(Protocol):
+    """A memory tier that copies many blocks at once while its caller goes on."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """How much is worth copying at once."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it copies at all."""
+
+    def copy_in(self, items: Iterable[tuple[Slot, Buffer]]) -> PendingCopies:
+        """Begin to fill slots with payloads, which stay as they are until the copies are over.
+
+        Draws the next item while the one before is copied. When it raises, whatever it raises, nothing is under way any
+        more. Raises `DeviceError`, and what drawing from `items` raises.
+        """
+
+    def landed(self, items: Sequence[tuple[Slot, int]]) -> Sequence[int | None]:
+        """Return the checksum of the first so many bytes of slots as they are now; None for one nobody has summed."""
 
 
 @dataclass(slots=True)

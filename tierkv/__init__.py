@@ -25,7 +25,10 @@ __version__ = "0.1.0"
 
 
 def open(
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, *, tenant: str = "default"
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    tenant: str = "default",
+    on_device: bool = False,
 ) -> Cache:
     """Open a cache embedded in this process.
 
@@ -35,6 +38,9 @@ def open(
         A `tierkv.config.Config`, plain settings, the path of a YAML file, or None for an in-memory cache of 1 GiB.
     tenant
         Whose blocks this cache sees.
+    on_device
+        Read blocks that are in a hot tier on a GPU there, by `ReadLease.device_view`; else only their copies in memory
+        are pinned. `ReadLease.view` then copies such blocks back.
 
     Raises `ConfigError`, or what the tiers raise when they cannot be opened. Blocks while memory is allocated.
     """
@@ -45,7 +51,7 @@ def open(
         config = load_config(config)
     elif not isinstance(config, Config):
         config = parse_config(config or {})
-    return open_cache(config, tenant)
+    return open_cache(config, tenant, on_device=on_device)
 
 
 def connect(
@@ -57,6 +63,7 @@ def connect(
     timeout_s: float = 5.0,
     fail_open: bool = False,
     extra_s: float = 0.05,
+    on_device: bool = False,
 ) -> Cache:
     """Connect to a daemon.
 
@@ -77,13 +84,17 @@ def connect(
         Return a `tierkv.client.failopen.FailOpenCache`: every failure is a miss, whether there is a daemon or not.
     extra_s
         With `fail_open`: longest time of a call beyond the waiting that it asks for, in seconds, whatever happens.
+    on_device
+        As for `open`, on the daemon's GPU: over a Unix socket, and if this process can open that GPU's memory.
 
     Raises `InvalidRequest` for a URL of another form and `Unavailable` when no daemon answers. Blocks for one request.
     """
     if fail_open:
         from tierkv.client.failopen import FailOpenCache
 
-        return FailOpenCache.connect(url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s, extra_s=extra_s)
+        return FailOpenCache.connect(
+            url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s, extra_s=extra_s, on_device=on_device
+        )
     from tierkv.client import connect as connect_client
 
-    return connect_client(url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s)
+    return connect_client(url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s, on_device=on_device)

@@ -10,8 +10,8 @@
             await write.commit([grant.index])
 
 Calls run on private threads, over any `Cache`: requests, copies and checksums of written blocks never hold up the
-event loop. `view` and `buffer` are plain memory and stay synchronous. A cancelled `acquire` or `reserve` leaves no
-lease behind.
+event loop. `view`, `device_view` and `buffer` are plain memory and stay synchronous. A cancelled `acquire` or `reserve`
+leaves no lease behind.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from tierkv.cache import (
 from tierkv.errors import CorruptBlock, Unavailable
 from tierkv.pools import Pools
 from tierkv.spec import KVSpec
+from tierkv.storage.device import DeviceBlock
 
 __all__ = ["AsyncCache", "AsyncComputeLease", "AsyncReadLease", "AsyncTicket", "AsyncWriteLease", "connect"]
 
@@ -54,17 +55,20 @@ async def connect(
     timeout_s: float = 5.0,
     fail_open: bool = False,
     extra_s: float = 0.05,
+    on_device: bool = False,
 ) -> AsyncCache:
     """Connect to a daemon. Parameters and errors as `tierkv.connect`; failing open a `FailOpenAsyncCache`."""
     if fail_open:
         from tierkv.client.failopen_aio import FailOpenAsyncCache
 
         return await FailOpenAsyncCache.connect(
-            url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s, extra_s=extra_s
+            url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s, extra_s=extra_s, on_device=on_device
         )
     from tierkv.client import connect as connect_client
 
-    made = await asyncio.to_thread(connect_client, url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s)
+    made = await asyncio.to_thread(
+        connect_client, url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s, on_device=on_device
+    )
     return AsyncCache(made)
 
 
@@ -260,6 +264,10 @@ class AsyncReadLease:
     def view(self, index: int, group: int = 0) -> memoryview:
         """As `ReadLease.view`: a checksum over memory, microseconds per block."""
         return self._lease.view(index, group)
+
+    def device_view(self, index: int, group: int = 0) -> DeviceBlock | None:
+        """As `ReadLease.device_view`: an address."""
+        return self._lease.device_view(index, group)
 
     async def read_into(self, index: int, out: memoryview, group: int = 0) -> None:
         """As `ReadLease.read_into`. If the caller is cancelled, `out` may still be written to for a moment."""

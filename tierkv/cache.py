@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from tierkv.spec import KVSpec
+    from tierkv.storage.device import DeviceBlock
 
 __all__ = [
     "BlockRef",
@@ -240,11 +241,9 @@ class ReadLease(ABC):
     ----------
     blocks
         References to the pinned blocks, by index, then group.
-    hit_blocks, hit_tokens
-        Length of the pinned prefix.
-    published_blocks
-        Length of the longest published prefix at the time of the call; more than `hit_blocks` when loads did not
-        arrive in time or failed.
+    hit_blocks, hit_tokens, published_blocks
+        Length of the pinned prefix, and of the longest that was published at the time of the call: longer when loads
+        did not arrive in time or failed.
     tokens_by_tier
         `hit_tokens` by the tier that held each block when it was first asked for (a prefetched block still counts
         for the tier it was fetched from). The values sum to `hit_tokens`.
@@ -252,14 +251,12 @@ class ReadLease(ABC):
         Tokens asked for and not pinned, by reason: ``absent`` (never stored, as far as is known), ``evicted``,
         ``not_demoted_in_time``, ``deleted``, ``cleared``, ``corrupt``, ``late``, ``no_room``, ``failed``,
         ``cheaper_computed``. Never: that another tenant has them.
-    saved_s
-        Seconds of prefill that the hit saves, less `waited_s`; 0 while the engine's speed is unknown.
-    waited_s
-        Seconds this call waited for loads and for others who compute.
-    choice
-        How far was loaded, and why.
-    compute, computed_elsewhere
-        The lease to compute what is missing, if this caller asked and is the one; whether somebody else computes it.
+    saved_s, waited_s
+        Seconds of prefill that the hit saves, less `waited_s` (0 while the engine's speed is unknown); seconds this
+        call waited for loads and for others who compute.
+    choice, compute, computed_elsewhere
+        How far was loaded, and why; the lease to compute what is missing, if this caller asked and is the one; whether
+        somebody else computes it.
     """
 
     id: str
@@ -277,10 +274,17 @@ class ReadLease(ABC):
 
     @abstractmethod
     def view(self, index: int, group: int = 0) -> memoryview:
-        """Return a block's bytes in place, read-only, verified now, valid until the lease ends.
+        """Return a block's bytes in place (a GPU's: copied), read-only, verified now, valid until the lease ends.
 
         Raises `CorruptBlock` when they do not match their checksum (the block is reported and removed) and
         `LeaseLost` after the lease's end.
+        """
+
+    @abstractmethod
+    def device_view(self, index: int, group: int = 0) -> DeviceBlock | None:
+        """Return where a block lies on the GPU, valid until the lease ends; None for one that does not.
+
+        For caches opened with `on_device`. It was verified before it was copied there. Raises `LeaseLost`.
         """
 
     @abstractmethod
@@ -305,13 +309,8 @@ class ReadLease(ABC):
 
 
 class WriteLease(ABC):
-    """Room for blocks that are about to be written; `id` is its opaque name. Leaving the context aborts what was not
-    committed.
-
-    Attributes
-    ----------
-    grants
-        One answer per requested block and group, in order.
+    """Room for blocks that are about to be written; `id` is its opaque name, `grants` has one answer per requested
+    block and group, in order. Leaving the context aborts what was not committed.
     """
 
     id: str

@@ -12,7 +12,6 @@ from tierkv.cache import (
     Grant,
     Hit,
     Pinned,
-    ReadLease,
     Ticket,
     TicketProgress,
     WriteLease,
@@ -25,34 +24,42 @@ from tierkv.core.engine import Engine
 from tierkv.core.steps import run
 from tierkv.core.tenants import Tenant
 from tierkv.direct import DirectReader, UseLog
-from tierkv.handles import LeasedComputer, LeasedReader, LeasedWriter, read_leased
+from tierkv.handles import LeasedComputer, LeasedReader, LeasedWriter, LeaseHandle, read_leased, take_over
 from tierkv.spec import KVSpec
+from tierkv.storage.device import DeviceBlock
+from tierkv.storage.hot import DeviceHotTier
 from tierkv.storage.tier import Slot
 from tierkv.storage.warm import WarmTier
 
 __all__ = ["EmbeddedCache", "open_cache"]
 
 
-def open_cache(config: Config, tenant: str = "default") -> EmbeddedCache:
+def open_cache(config: Config, tenant: str = "default", *, on_device: bool = False) -> EmbeddedCache:
     """Build a cache in this process. Errors as `tierkv.core.build.build_engine`. Blocks while memory is allocated."""
-    return EmbeddedCache(build_engine(config), tenant)
+    return EmbeddedCache(build_engine(config), tenant, on_device=on_device)
 
 
 class EmbeddedCache(Cache):
-    """One tenant's view of an engine in this process. Closing it closes the engine."""
+    """One tenant's view of an engine in this process. Closing it closes the engine.
 
-    def __init__(self, engine: Engine, tenant: str) -> None:
+    `on_device`: blocks in a hot tier on a GPU are read there, see `tierkv.open`.
+    """
+
+    def __init__(self, engine: Engine, tenant: str, *, on_device: bool = False) -> None:
         self.engine = engine
         self._tenant = engine.tenant(tenant)
         self._plane = _EnginePlane(engine, self._tenant)
-        self._tiers = frozenset(m.tier.name for m in engine.placement.memory if m.tier.addressable)
+        tiers = [memory.tier for memory in engine.placement.memory]
+        self._written = frozenset(tier.name for tier in tiers if tier.addressable)
+        self._read = frozenset(tier.name for tier in tiers if tier.addressable or on_device)
+        self._on_device = on_device
         warm = engine.placement.memory[-1].tier
         self._direct = DirectReader(*warm.shared(), self._tenant.key) if isinstance(warm, WarmTier) else None
         self._uses = UseLog(lambda ns, group, hashes: engine.uses.report(self._tenant, ns, group, hashes))
 
     def for_tenant(self, tenant: str) -> EmbeddedCache:
         """Another tenant's view of the same engine."""
-        return EmbeddedCache(self.engine, tenant)
+        return EmbeddedCache(self.engine, tenant, on_device=self._on_device)
 
     def register(self, spec: KVSpec) -> str:
         return self.engine.register(spec).name
@@ -75,8 +82,8 @@ class EmbeddedCache(Cache):
         prefill_tokens_per_s: float | None = None,
         session: str = "",
         groups: tuple[int, ...] | None = None,
-    ) -> ReadLease:
-        terms = Terms(self._tiers, wait_s, ttl_s, max_blocks, compute_s, prefill_tokens_per_s, session, groups)
+    ) -> LeasedReader:
+        terms = Terms(self._read, wait_s, ttl_s, max_blocks, compute_s, prefill_tokens_per_s, session, groups)
         acquired = run(self.engine.reader.acquire(self._tenant, chain.namespace, chain.hashes, terms))
         grant = acquired.compute
         return LeasedReader(
@@ -95,6 +102,10 @@ class EmbeddedCache(Cache):
             computed_elsewhere=acquired.computed_elsewhere,
             deadline=acquired.deadline,
         )
+
+    def take_over(self, namespace: str, handle: LeaseHandle) -> LeasedReader:
+        """Read under a lease that was handed over in this process, and release it. Does not wait."""
+        return take_over(self._plane, handle)
 
     def read_into(self, chain: Chain, index: int, out: memoryview, *, group: int = 0, wait_s: float = 0.0) -> bool:
         if self._direct is None or not 0 <= index < len(chain):
@@ -123,7 +134,7 @@ class EmbeddedCache(Cache):
                 stop=stop,
                 wait_s=wait_s,
                 ttl_s=ttl_s,
-                tiers=self._tiers,
+                tiers=self._written,
                 session=session,
             )
         )
@@ -165,13 +176,26 @@ class EmbeddedCache(Cache):
 
 
 class _EnginePlane:
+    generation = ""
+
     def __init__(self, engine: Engine, tenant: Tenant) -> None:
         self._engine = engine
         self._tenant = tenant
         self._tiers = {memory.tier.name: memory.tier for memory in engine.placement.memory}
 
     def view(self, block: BlockRef | Grant) -> memoryview:
-        return self._tiers[block.tier].view(Slot(block.offset, block.length), block.length)
+        tier, slot = self._tiers[block.tier], Slot(block.offset, block.length)
+        if tier.addressable:
+            return tier.view(slot, block.length)
+        copy = memoryview(bytearray(block.length))
+        tier.read(slot, copy)
+        return copy
+
+    def device_view(self, block: BlockRef) -> DeviceBlock | None:
+        tier = self._tiers[block.tier]
+        if not isinstance(tier, DeviceHotTier):
+            return None
+        return tier.device_block(Slot(block.offset, block.length), block.length)
 
     def commit(self, lease_id: str, written: Sequence[Written]) -> int:
         return self._engine.writer.commit(self._tenant, lease_id, written)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
@@ -26,17 +27,51 @@ from tierkv.cache import (
 )
 from tierkv.copying import copy_and_sum
 from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, LeaseLost
+from tierkv.storage.device import DeviceBlock
 
 Buffer = bytes | bytearray | memoryview
 
-__all__ = ["LeasedComputer", "LeasedReader", "LeasedWriter", "Plane", "read_leased"]
+__all__ = ["LeaseHandle", "LeasedComputer", "LeasedReader", "LeasedWriter", "Plane", "read_leased", "take_over"]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseHandle:
+    """A read lease on its way to another holder, in this process or in another of the same tenant.
+
+    Attributes
+    ----------
+    id
+        The lease's name.
+    blocks
+        The pinned blocks.
+    generation
+        The run of the daemon whose memory `blocks` point into; empty when they are fetched by name.
+    deadline
+        When the lease ends, on this machine's monotonic clock (seconds).
+    """
+
+    id: str
+    blocks: tuple[BlockRef, ...]
+    generation: str
+    deadline: float
 
 
 class Plane(Protocol):
-    """How a lease reaches its bytes and its owner."""
+    """How a lease reaches its bytes and its owner.
+
+    Attributes
+    ----------
+    generation
+        The run of the daemon whose memory it has mapped, empty where there is none.
+    """
+
+    generation: str
 
     def view(self, block: BlockRef | Grant) -> memoryview:
-        """Return a block's memory: readable, and writable for a grant."""
+        """Return a block's memory: readable, and writable for a grant. Of a block on a device a copy of it."""
+
+    def device_view(self, block: BlockRef) -> DeviceBlock | None:
+        """Return where a block lies on a device, None for one that does not."""
 
     def commit(self, lease_id: str, written: Sequence[Written]) -> int:
         """Publish written blocks."""
@@ -104,6 +139,9 @@ class LeasedReader(ReadLease):
             raise BodyMismatch(f"a block of {ref.length} bytes does not fit a buffer of {len(out)}")
         self._compare(copy_and_sum(out[: ref.length], self._plane.view(ref)), ref)
 
+    def device_view(self, index: int, group: int = 0) -> DeviceBlock | None:
+        return self._plane.device_view(self._ref(index, group))
+
     def renew(self, ttl_s: float) -> None:
         asked = time.monotonic()
         self.check_live()
@@ -116,6 +154,11 @@ class LeasedReader(ReadLease):
                 return
             with contextlib.suppress(LeaseLost):
                 self._plane.release(self.id, self._corrupt)
+
+    def hand_over(self) -> LeaseHandle:
+        """Give the lease to another holder, who reads and releases it: `take_over`. Here it has ended."""
+        self._released = True
+        return LeaseHandle(self.id, self.blocks, self._plane.generation, self._deadline)
 
     def _ref(self, index: int, group: int) -> BlockRef:
         self.check_live()
@@ -236,6 +279,26 @@ class LeasedWriter(WriteLease):
     def _check_live(self) -> None:
         if self._ended or time.monotonic() >= self._deadline:
             raise LeaseLost("the write lease has ended", remedy="reserve again, with a longer ttl_s")
+
+
+def take_over(plane: Plane, handle: LeaseHandle) -> LeasedReader:
+    """Return a lease that somebody else has acquired. What was found out then (tiers, misses) stays with them."""
+    return LeasedReader(
+        plane,
+        handle.id,
+        handle.blocks,
+        hit_blocks=0,
+        hit_tokens=0,
+        published_blocks=0,
+        tokens_by_tier={},
+        missed_tokens={},
+        saved_s=0.0,
+        waited_s=0.0,
+        choice=LoadChoice("in_memory", 0, 0.0, 0.0),
+        compute=None,
+        computed_elsewhere=False,
+        deadline=handle.deadline,
+    )
 
 
 def read_leased(cache: Cache, chain: Chain, index: int, out: memoryview, group: int, wait_s: float) -> bool:

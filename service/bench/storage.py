@@ -1,4 +1,4 @@
-"""`tierkv bench storage`: the warm and the cold tier beside memcpy, raw files and the codec alone."""
+"""`tierkv bench storage`: the memory tiers and the cold tier beside memcpy, raw files and the codec alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rich.table import Table
 from tierkv.errors import StorageError
 from tierkv.service.bench.cold import ColdRow, measure_cold, reload_blocks_per_s
 from tierkv.service.bench.evicted import EvictedRow, measure_evicted
+from tierkv.service.bench.memory import MemoryRow, measure_memory
 from tierkv.service.bench.payload import Blocks
 from tierkv.service.bench.results import machine
-from tierkv.service.bench.warm import WarmRow, measure_warm
 
 __all__ = ["FULL", "QUICK", "Scale", "bench_storage"]
 
@@ -81,15 +81,17 @@ def bench_storage(directory: Path | None, console: Console, scale: Scale = FULL)
 def _measure(place: Path, console: Console, scale: Scale) -> dict[str, Any]:
     console.print(machine(), highlight=False, soft_wrap=True)
     console.print("GB/s of payload, medians of interleaved rounds", highlight=False)
-    warm, cold = [], []
+    hot, warm, cold = [], [], []
     for block_bytes in _BLOCK_BYTES:
         blocks = Blocks.make(block_bytes, scale.pass_bytes // block_bytes)
         with console.status(f"blocks of {block_bytes // KIB} KiB"):
-            warm += [measure_warm(blocks, batch, scale.rounds) for batch in _BATCHES]
+            hot += [measure_memory("hot", blocks, batch, scale.rounds) for batch in _BATCHES]
+            warm += [measure_memory("warm", blocks, batch, scale.rounds) for batch in _BATCHES]
             for codec in _CODECS:
                 with tempfile.TemporaryDirectory(dir=place) as directory:
                     cold.append(_measure_cold(Path(directory), blocks, codec, scale))
-    _print_warm(warm, console)
+    _print_memory("Hot tier in ordinary memory", hot, console)
+    _print_memory("Warm tier", warm, console)
     _print_cold(sorted(cold, key=lambda row: _CODECS.index(row.codec)), console)
     with console.status("reads from the disk"):
         evicted = _measure_evicted(place, console, scale)
@@ -99,6 +101,7 @@ def _measure(place: Path, console: Console, scale: Scale) -> dict[str, Any]:
     return {
         "machine": machine(),
         "memcpy_gbps": warm[-1].memcpy_gbps,
+        "hot": [asdict(row) for row in hot],
         "warm": [asdict(row) for row in warm],
         "cold": [asdict(row) for row in cold],
         "cold_evicted": [asdict(row) for row in evicted],
@@ -130,9 +133,9 @@ def _measure_evicted(place: Path, console: Console, scale: Scale) -> list[Evicte
     return rows
 
 
-def _print_warm(rows: Sequence[WarmRow], console: Console) -> None:
+def _print_memory(title: str, rows: Sequence[MemoryRow], console: Console) -> None:
     table = _table(
-        "Warm tier, of memcpy in brackets",
+        f"{title}, of memcpy in brackets",
         ("block", "batch", "put", "get", "tier put", "tier get", "memcpy", "checksum"),
     )
     for row in rows:

@@ -30,7 +30,7 @@ def serve(config: ConfigOption = None, socket: SocketOption = None, state_dir: S
     configure_logs(settings.log)
 
     def ready(addresses: list[str]) -> None:
-        hot = f"on {settings.hot.device}" if settings.hot.capacity else "off (set hot.capacity; it needs torch)"
+        hot = f"on {settings.hot.device}" if settings.hot.capacity else "off (set hot.capacity)"
         cold = str(settings.cold.capacity.human_readable()) if settings.cold.capacity else "off (set cold.capacity)"
         typer.echo(f"tierkv {__version__} ready on {', '.join(addresses)}")
         typer.echo(f"tiers: hot {hot}, warm {settings.warm.capacity.human_readable()}, cold {cold}")

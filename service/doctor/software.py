@@ -11,7 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 from tierkv.config import Config
+from tierkv.errors import DeviceError
 from tierkv.service.doctor.finding import Finding, fail, ok, warn
+from tierkv.storage.device import open_device
 
 __all__ = ["check", "in_range"]
 
@@ -64,35 +66,34 @@ def _gpu(config: Config) -> Iterator[Finding]:
     versions = {name: _installed(name) for name in ("torch", "triton")}
     versions["cupy"] = next((v for n in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if (v := _installed(n))), "")
     told = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
-    install = f"pip install '{_DISTRIBUTION}[gpu]'"
     driver = _DRIVER.exists()
     if not config.hot.capacity:
         yield ok("gpu", f"no hot tier is configured ({told}; {'a' if driver else 'no'} NVIDIA driver)")
         return
-    if not versions["torch"]:
-        yield fail("gpu", f"the hot tier needs torch ({told})", install)
-        return
     if config.hot.device == "cpu" or (config.hot.device == "auto" and not driver):
         yield ok("gpu", f"the hot tier lies in ordinary memory ({told})")
         return
-    yield _device(config.hot.device, told)
-    missing = [name for name in ("triton", "cupy") if not versions[name]]
+    yield from _device(config, told)
+    missing = [name for name in ("torch", "triton") if not versions[name]]
     if missing:
-        yield warn("gpu-packages", f"{' and '.join(missing)} missing: blocks move slower to and from the GPU", install)
+        told = f"{' and '.join(missing)} missing: blocks are not verified again where they arrive on the GPU"
+        yield warn("gpu-packages", told, f"pip install '{_DISTRIBUTION}[gpu]'")
 
 
-def _device(device: str, told: str) -> Finding:
-    import torch
-
-    if not torch.cuda.is_available():
-        return fail(
-            "gpu", f"torch finds no usable GPU ({told})", "check the driver with nvidia-smi, or use a CUDA torch"
-        )
-    index = int(device.partition(":")[2] or 0)
-    if index >= torch.cuda.device_count():
-        return fail("gpu", f"there is no {device}, only {torch.cuda.device_count()} GPUs", "set hot.device")
-    free, total = torch.cuda.mem_get_info(index)
-    return ok("gpu", f"{torch.cuda.get_device_name(index)}, {free >> 20} of {total >> 20} MiB free ({told})")
+def _device(config: Config, told: str) -> Iterator[Finding]:
+    try:
+        device = open_device("cuda" if config.hot.device == "auto" else config.hot.device)
+        memory = device.memory()
+    except DeviceError as error:
+        yield fail("gpu", f"{error.message} ({told})", error.remedy)
+        return
+    free, total, wanted = memory.free_bytes >> 20, memory.total_bytes >> 20, config.hot.capacity >> 20
+    yield ok("gpu", f"{device.name} at {device.bus_id}, {free} of {total} MiB free ({told})")
+    if wanted > free:
+        remedy = "lower hot.capacity, or leave the engine less memory"
+        yield fail("gpu-memory", f"hot.capacity is {wanted} MiB, {device.name} has {free} MiB free", remedy)
+    else:
+        yield ok("gpu-memory", f"hot.capacity of {wanted} MiB fits")
 
 
 def _clocks() -> Iterator[Finding]:

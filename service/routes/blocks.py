@@ -122,6 +122,10 @@ def _pieces(refs: Sequence[BlockRef], views: Sequence[memoryview]) -> Iterator[l
 
 def _memory(engine: Engine, block: BlockRef | Grant) -> memoryview:
     tier = next(m.tier for m in engine.placement.memory if m.tier.name == block.tier)
+    if not tier.addressable:
+        raise InvalidRequest(
+            f"block {block.index} lies on a GPU", remedy="name that tier in `tiers` only to read its blocks there"
+        )
     return tier.view(Slot(block.offset, block.length), block.length)
 
 

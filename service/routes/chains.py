@@ -56,7 +56,7 @@ async def acquire(request: web.Request) -> web.Response:
     message = parse(AcquireRequest, await context.message(request))
     limits = context.config.limits
     terms = Terms(
-        _tiers(context, message.tiers),
+        _readable(context, message.tiers),
         limits.wait if message.wait_s is None else min(message.wait_s, limits.wait),
         min(message.ttl_s, limits.lease),
         message.max_blocks,
@@ -127,7 +127,7 @@ async def reserve(request: web.Request) -> web.Response:
         stop=message.stop,
         wait_s=min(message.wait_s, limits.wait),
         ttl_s=min(message.ttl_s, limits.lease),
-        tiers=_tiers(context, message.tiers),
+        tiers=_addressable(context, message.tiers),
         session=message.session,
     )
     request[ASKED_WAIT_S] = min(message.wait_s, limits.wait)
@@ -155,8 +155,15 @@ def _in_short(tokens: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={count}" for name, count in tokens.items()) or "none"
 
 
-def _tiers(context: Context, mapped: list[str] | None) -> frozenset[str]:
-    """Memory tiers to use: those the caller has mapped, or for HTTP bodies all that the daemon can address itself."""
+def _readable(context: Context, attached: list[str] | None) -> frozenset[str]:
+    """Memory tiers to read from: those the caller has attached, a GPU's too, or for HTTP bodies as `_addressable`."""
+    if attached is None:
+        return _addressable(context, None)
+    return frozenset(m.tier.name for m in context.engine.placement.memory) & frozenset(attached)
+
+
+def _addressable(context: Context, mapped: list[str] | None) -> frozenset[str]:
+    """Memory tiers to write to: those the caller has mapped, or for HTTP bodies all that the daemon can address."""
     addressable = frozenset(m.tier.name for m in context.engine.placement.memory if m.tier.addressable)
     return addressable if mapped is None else addressable & frozenset(mapped)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
@@ -9,13 +10,15 @@ from typing import Any
 
 from aiohttp import web
 
-from tierkv.errors import InvalidRequest
-from tierkv.service.context import CONTEXT
+from tierkv.errors import DeviceError, InvalidRequest
+from tierkv.service.context import CONTEXT, Context
 from tierkv.service.metrics import render
-from tierkv.storage.hot import HotTier
+from tierkv.storage.hot import DeviceHotTier, HotTier
 from tierkv.storage.warm import WarmTier
 
 __all__ = ["ROUTES"]
+
+log = logging.getLogger(__name__)
 
 
 async def attach(request: web.Request) -> web.Response:
@@ -28,11 +31,16 @@ async def attach(request: web.Request) -> web.Response:
     segments: list[dict[str, Any]] = []
     for memory in context.engine.placement.memory:
         tier = memory.tier
-        if isinstance(tier, WarmTier | HotTier) and tier.path is not None:
+        if isinstance(tier, WarmTier | HotTier):
             segments.append({"tier": tier.name, "path": str(tier.path), "generation": f"{tier.generation:016x}"})
             if isinstance(tier, WarmTier):
                 segments[-1]["directory"] = [tier.directory_offset, tier.directory_bytes]
-    answer = {"generation": context.generation, "segments": segments, "tenant_key": context.tenant(request).key}
+    answer = {
+        "generation": context.generation,
+        "segments": segments,
+        "device": _device(context),
+        "tenant_key": context.tenant(request).key,
+    }
     return context.answer(request, answer)
 
 
@@ -60,6 +68,20 @@ async def readyz(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     reasons = context.unready()
     return context.answer(request, {"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
+
+
+def _device(context: Context) -> dict[str, Any] | None:
+    """Say how to attach the tier that lies on a GPU, if there is one."""
+    for memory in context.engine.placement.memory:
+        if isinstance(memory.tier, DeviceHotTier):
+            pool = memory.tier.pool
+            try:
+                handle = pool.export()
+            except DeviceError as error:
+                log.warning("clients read from the warm tier: %s", error)
+                return None
+            return {"tier": memory.tier.name, "bus_id": pool.device.bus_id, "nbytes": pool.nbytes, "handle": handle}
+    return None
 
 
 def _peer_uid(request: web.Request) -> int | None:

@@ -51,11 +51,13 @@ def test_the_command_writes_every_figure_and_leaves_nothing_else(
     figures = json.loads((tmp_path / "out.json").read_text())
     sizes = (256 << 10, 2 << 20)
     assert figures["memcpy_gbps"] > 0
-    assert [(row["block_bytes"], row["batch"]) for row in figures["warm"]] == [(s, b) for s in sizes for b in (1, 32)]
+    for tier in ("hot", "warm"):
+        rows = [(row["block_bytes"], row["batch"]) for row in figures[tier]]
+        assert rows == [(size, batch) for size in sizes for batch in (1, 32)]
     assert {(row["block_bytes"], row["codec"]) for row in figures["cold"]} == {
         (size, codec) for size in sizes for codec in ("raw", "bx1")
     }
-    assert all(positive(row) for part in ("warm", "cold", "cold_evicted") for row in figures[part])
+    assert all(positive(row) for part in ("hot", "warm", "cold", "cold_evicted") for row in figures[part])
     for row in figures["cold"]:
         assert row["churn_turns"] == TINY.churn_turns
         assert row["churn_ratio"] == pytest.approx(row["put_gbps"] / row["fresh_put_gbps"])

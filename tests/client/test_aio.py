@@ -95,7 +95,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
     ],
 )
 def test_names_and_parameters_are_the_contracts(contract: type, async_class: type) -> None:
-    synchronous = {"view", "buffer"}
+    synchronous = {"view", "device_view", "buffer"}
     for name, method in inspect.getmembers(contract, inspect.isfunction):
         if name.startswith("_"):
             continue

@@ -376,6 +376,7 @@ class Planned:
     deadline: float
     job: Job
     work: Work = field(repr=False)
+    kind: str | None = None
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -403,13 +404,34 @@ class SchedulerMachine(RuleBasedStateMachine):
             expected.append(first.work)
         assert {self.begun.get(timeout=PATIENCE_S) for _ in expected} == set(expected)
 
-    @rule(nbytes=st.integers(0, 15), deadline=st.sampled_from([1.0, 2.0, 3.0, inf]), fails=st.booleans())
-    def submit(self, nbytes: int, deadline: float, fails: bool) -> None:
+    @rule(
+        nbytes=st.integers(0, 15),
+        deadline=st.sampled_from([1.0, 2.0, 3.0, inf]),
+        fails=st.booleans(),
+        kind=st.sampled_from([None, "one", "other"]),
+    )
+    def submit(self, nbytes: int, deadline: float, fails: bool, kind: str | None) -> None:
         self.numbers += 1
         work = Work(self.begun, self.numbers, ValueError("broken") if fails else None)
-        self.waiting.append(
-            Planned(self.numbers, nbytes, deadline, self.scheduler.submit(work, nbytes, deadline), work)
-        )
+        job = self.scheduler.submit(work, nbytes, deadline, kind=kind, subject=self.numbers)
+        self.waiting.append(Planned(self.numbers, nbytes, deadline, job, work, kind))
+        self.settle()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), most_bytes=st.integers(0, 30))
+    def take_along(self, data: st.DataObject, most_bytes: int) -> None:
+        leader = data.draw(st.sampled_from(self.running))
+        expected = []
+        for first in sorted(self.waiting, key=lambda planned: (planned.deadline, planned.number)):
+            running_bytes = sum(p.nbytes for p in self.running)
+            alike = leader.kind is not None and first.kind == leader.kind
+            if not alike or leader.nbytes + first.nbytes > most_bytes or running_bytes + first.nbytes > self.max_bytes:
+                break
+            self.waiting.remove(first)
+            self.over.append(first)
+            leader.nbytes += first.nbytes
+            expected.append(first.number)
+        assert [job.subject for job in self.scheduler.take_along(leader.job, most_bytes)] == expected
         self.settle()
 
     @precondition(lambda self: self.running)

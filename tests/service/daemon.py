@@ -35,7 +35,9 @@ TIERS: Mapping[str, Any] = {"warm": {"capacity": "16MiB"}, "cold": {"capacity": 
 class Daemon:
     """Runs ``tierkv serve`` on a Unix socket and a free TCP port."""
 
-    def __init__(self, directory: Path, settings: Mapping[str, Any] = TIERS, *, without: str = "") -> None:
+    def __init__(
+        self, directory: Path, settings: Mapping[str, Any] = TIERS, *, without: str = "", before: str = ""
+    ) -> None:
         self.socket = directory / "s"
         self.state_dir = directory / "state"
         self.log_path = directory / "log"
@@ -43,6 +45,7 @@ class Daemon:
         self.tcp_port = 0
         self.announced: list[str] = []
         self._without = without
+        self._before = before
         self.process: subprocess.Popen[bytes] | None = None
         self.configure(settings)
 
@@ -64,9 +67,10 @@ class Daemon:
 
     def start(self) -> Self:
         """Start and wait until it says that it is ready."""
+        script = self._before + _START
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, self._without, "serve", "--config", str(self.config_path)],
+                [sys.executable, "-c", script, self._without, "serve", "--config", str(self.config_path)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 bufsize=0,  # select sees no lines that Python has buffered
@@ -151,10 +155,10 @@ def short_directory() -> Iterator[Path]:
 
 
 @contextmanager
-def running(settings: Mapping[str, Any] = TIERS, *, without: str = "") -> Iterator[Daemon]:
-    """A started daemon, dead at the end whatever happened to it."""
+def running(settings: Mapping[str, Any] = TIERS, *, without: str = "", before: str = "") -> Iterator[Daemon]:
+    """A started daemon, dead at the end whatever happened to it. `before`: what its process does first, in Python."""
     with short_directory() as directory:
-        daemon = Daemon(directory, settings, without=without)
+        daemon = Daemon(directory, settings, without=without, before=before)
         try:
             yield daemon.start()
         finally:

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tests.service.cli import command
 from tests.service.daemon import Daemon, short_directory
+from tests.storage.fake_cuda import FakeDevice
 from tierkv.config import parse_config
 from tierkv.service.doctor import Finding, examine, exit_code
 from tierkv.service.doctor.mounts import file_system
@@ -47,6 +49,28 @@ def test_a_sound_configuration_has_no_failure_and_leaves_nothing(here: Path) -> 
     expected |= {"open-files", "state", "cold", "disk-room", "file-system", "allocation", "direct-io", "disk-speed"}
     assert expected | {"socket", "port", "tokens", "packages"} <= found.keys()
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("capacity", "level", "said"), [("512MiB", "ok", "fits"), ("2GiB", "fail", "2048 MiB, cuda:0 has 1024 MiB free")]
+)
+def test_the_gpu_is_asked_for_room(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capacity: str, level: str, said: str
+) -> None:
+    device = FakeDevice(total_bytes=1 << 30)
+    monkeypatch.setattr("tierkv.service.doctor.software.open_device", lambda name: device)
+    found = findings({**good(here), "hot": {"capacity": capacity, "device": "cuda:0"}})
+    assert (found["gpu"].level, found["gpu-memory"].level) == ("ok", level)
+    assert said in found["gpu-memory"].message
+    assert device.bus_id in found["gpu"].message
+    assert "allocate" not in device.calls
+
+
+def test_a_gpu_that_cannot_be_used_is_a_failure_with_a_remedy(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    found = findings({**good(here), "hot": {"capacity": "1MiB", "device": "cuda:0"}})
+    assert found["gpu"].level == "fail"
+    assert "needs CuPy" in found["gpu"].message
 
 
 def _foreign_cold(here: Path) -> dict[str, Any]:

@@ -313,17 +313,26 @@ def test_a_frozen_daemon_holds_nobody_longer_than_the_timeout(daemon: Daemon) ->
 def test_without_torch_the_daemon_runs_and_says_what_is_off() -> None:
     with running(without="torch") as daemon:
         assert "hot off" in daemon.announced[1]
-        assert "torch" in daemon.announced[1]
         with daemon.connect() as cache:
             store(cache, chain(2))
             assert read_back(cache, chain(2)) == 2
             assert "hot" not in cache.stats()["tiers"]
 
 
-def test_without_torch_a_hot_tier_is_an_error() -> None:
+def test_without_torch_a_hot_tier_lies_in_memory() -> None:
+    with running({**TIERS, "hot": {"capacity": "4MiB", "device": "cpu"}}, without="torch") as daemon:
+        assert "hot on cpu" in daemon.announced[1]
+        with daemon.connect() as cache:
+            store(cache, chain(2))
+            with cache.acquire(chain(2)) as read:
+                assert {ref.tier for ref in read.blocks} == {"hot"}
+
+
+def test_without_cupy_a_hot_tier_on_a_gpu_is_an_error() -> None:
     with short_directory() as directory:
-        daemon = Daemon(directory, {**TIERS, "hot": {"capacity": "4MiB"}}, without="torch")
-        with pytest.raises(AssertionError, match=r"error: the hot tier needs torch\s+remedy: pip install"):
+        hot = {"capacity": "4MiB", "device": "cuda:0"}
+        daemon = Daemon(directory, {**TIERS, "hot": hot}, without="cupy")
+        with pytest.raises(AssertionError, match=r"error: 'cuda:0' needs CuPy.*\s+remedy: pip install"):
             daemon.start()
         assert nothing_left(daemon)
 

@@ -45,13 +45,17 @@ class FailOpenCache(Cache):
         Longest time for `flush` and `clear`, in seconds.
     extra_s
         Longest time of any other call beyond the waiting that it asks for, in seconds.
+    on_device
+        Blocks in a hot tier on a GPU are read there.
 
     Raises `InvalidRequest` for an `extra_s` that is not above 0.
     """
 
-    def __init__(self, transport: GuardedTransport, timeout_s: float, extra_s: float) -> None:
+    def __init__(
+        self, transport: GuardedTransport, timeout_s: float, extra_s: float, *, on_device: bool = False
+    ) -> None:
         self._transport = transport
-        self._cache = RemoteCache(transport, timeout_s)
+        self._cache = RemoteCache(transport, timeout_s, on_device=on_device)
         self._calls = Calls(transport, extra_s)
         self._timeout_s = timeout_s
         self._specs: dict[str, KVSpec] = {}
@@ -66,12 +70,13 @@ class FailOpenCache(Cache):
         ca: str | os.PathLike[str] | None,
         timeout_s: float,
         extra_s: float,
+        on_device: bool = False,
     ) -> FailOpenCache:
         """Connect, if there is a daemon. Raises `InvalidRequest` for arguments that cannot be."""
         check_seconds("extra_s", extra_s, zero=False)
         probe_s = _PROBE_SHARE * extra_s
         transport = GuardedTransport(url, tenant, timeout_s, token=token, ca=ca, probe_s=probe_s)
-        cache = cls(transport, timeout_s, extra_s)
+        cache = cls(transport, timeout_s, extra_s, on_device=on_device)
         cache._calls.make(cache._cache.check, None)
         return cache
 

@@ -41,12 +41,15 @@ class FailOpenAsyncCache(AsyncCache):
         ca: str | os.PathLike[str] | None,
         timeout_s: float,
         extra_s: float,
+        on_device: bool = False,
     ) -> FailOpenAsyncCache:
         """Connect, if there is a daemon. Raises `InvalidRequest` for arguments that cannot be."""
 
         def connect() -> FailOpenCache:
             inner_s = (1 - _THREAD_SHARE) * extra_s
-            return FailOpenCache.connect(url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s, extra_s=inner_s)
+            return FailOpenCache.connect(
+                url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s, extra_s=inner_s, on_device=on_device
+            )
 
         return cls(await asyncio.to_thread(connect), extra_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from tierkv.cache import (
     ComputeLease,
@@ -17,6 +17,7 @@ from tierkv.cache import (
 from tierkv.client.guard import Calls, check_seconds
 from tierkv.errors import CorruptBlock, InvalidRequest, LeaseLost
 from tierkv.handles import LeasedReader, LeasedWriter
+from tierkv.storage.device import DeviceBlock
 
 __all__ = ["SafeReadLease", "SafeTicket", "SafeWriteLease"]
 
@@ -66,6 +67,8 @@ class SafeReadLease(ReadLease):
     """A read lease of which every block has arrived and was verified when it was made.
 
     The hit ends where a block did not verify or was not here by the deadline. `view` returns what was verified then.
+    Blocks on a device were verified before they were copied there; `view` of one copies it back, verifies the copy, and
+    raises what `ReadLease.view` raises.
 
     Raises `LeaseLost` from `view` and `read_into` when the lease is over: then the caller has held it for longer than
     it asked for, and memory may be another block's. `read_into` verifies the copy and raises `CorruptBlock` in the one
@@ -82,7 +85,7 @@ class SafeReadLease(ReadLease):
     ) -> None:
         self._calls = calls
         self._lease = lease
-        self._views: dict[tuple[int, int], memoryview] = {}
+        self._views: dict[tuple[int, int], memoryview | DeviceBlock] = {}
         self.id = ""
         self.blocks = ()
         self.hit_blocks = self.hit_tokens = self.published_blocks = 0
@@ -98,7 +101,14 @@ class SafeReadLease(ReadLease):
     def view(self, index: int, group: int = 0) -> memoryview:
         lease = self._holding(index, group)
         lease.check_live()
-        return self._views[index, group]
+        found = self._views[index, group]
+        return lease.view(index, group) if isinstance(found, DeviceBlock) else found
+
+    def device_view(self, index: int, group: int = 0) -> DeviceBlock | None:
+        lease = self._holding(index, group)
+        lease.check_live()
+        found = self._views[index, group]
+        return found if isinstance(found, DeviceBlock) else None
 
     def read_into(self, index: int, out: memoryview, group: int = 0) -> None:
         self._holding(index, group).read_into(index, out, group)
@@ -140,7 +150,8 @@ class SafeReadLease(ReadLease):
                 if time.monotonic() >= deadline:
                     break
                 try:
-                    self._views[ref.index, ref.group] = lease.view(ref.index, ref.group)
+                    on_device = lease.device_view(ref.index, ref.group)
+                    self._views[ref.index, ref.group] = on_device or lease.view(ref.index, ref.group)
                 except CorruptBlock as error:
                     self._calls.missed(error)
                     return "corrupt"
@@ -205,7 +216,7 @@ class SafeWriteLease(WriteLease):
         return self._lease
 
 
-def _usable(lease: LeasedReader, views: Mapping[tuple[int, int], memoryview]) -> int:
+def _usable(lease: LeasedReader, views: Collection[tuple[int, int]]) -> int:
     """Return how long a prefix the verified blocks of a lease make."""
     if not lease.blocks:
         return 0

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
 from tierkv.cache import BlockRef, Grant, Written
 from tierkv.client.transport import Transport
 from tierkv.direct import DirectReader
-from tierkv.errors import BodyMismatch, InvalidRequest, Unavailable
+from tierkv.errors import BodyMismatch, DeviceError, InvalidRequest, Unavailable
+from tierkv.storage.device import DeviceBlock, open_device
+from tierkv.storage.device_pool import DevicePool
 from tierkv.storage.shm import MappedSegment
 from tierkv.wire import FRAME_BYTES, FRAME_TYPE, MSGPACK_TYPE, Frame, encode, pack_frame, pack_written, unpack_frame
 
 __all__ = ["Attachment", "BodyPlane", "Mapped", "SharedPlane"]
+
+log = logging.getLogger(__name__)
 
 
 _SLAB_BYTES = (
@@ -45,11 +51,23 @@ class _LeaseCalls:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Memory tiers of one run of the daemon, by name; empty when it shares none with this process."""
+    """Memory tiers of one run of the daemon, by name; empty when it shares none with this process.
+
+    Attributes
+    ----------
+    devices
+        Those that lie on a device.
+    """
 
     generation: str
     segments: Mapping[str, MappedSegment]
     direct: DirectReader | None = None
+    devices: Mapping[str, DevicePool] = field(default_factory=dict)
+
+    @property
+    def readable(self) -> set[str]:
+        """Names of the tiers whose blocks can be read in place."""
+        return {*self.segments, *self.devices}
 
     @property
     def served(self) -> bool:
@@ -58,10 +76,12 @@ class Mapped:
 
 
 class Attachment:
-    """The daemon's memory tiers mapped into this process. Safe to use from any thread."""
+    """The daemon's memory tiers mapped into this process; also one on a GPU, if they are read there (`on_device`). Safe
+    to use from any thread."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, *, on_device: bool = False) -> None:
         self._transport = transport
+        self._on_device = on_device
         self._mapped: Mapped | None = None
 
     def mapped(self) -> Mapped:
@@ -83,6 +103,8 @@ class Attachment:
         if mapped is not None:
             for segment in mapped.segments.values():
                 segment.close()
+            for pool in mapped.devices.values():
+                pool.close()
 
     def _map(self) -> Mapped:
         try:
@@ -100,7 +122,8 @@ class Attachment:
             if "directory" in found:
                 at, length = found["directory"]
                 direct = DirectReader(segment.data[:at], segment.data[at : at + length], answer["tenant_key"])
-        return Mapped(str(answer["generation"]), segments, direct)
+        pools = _attached(answer.get("device")) if self._on_device else {}
+        return Mapped(str(answer["generation"]), segments, direct, pools)
 
 
 class SharedPlane(_LeaseCalls):
@@ -108,10 +131,20 @@ class SharedPlane(_LeaseCalls):
 
     def __init__(self, transport: Transport, mapped: Mapped) -> None:
         super().__init__(transport)
+        self.generation = mapped.generation
         self._mapped = mapped
 
     def view(self, block: BlockRef | Grant) -> memoryview:
-        return self._mapped.segments[block.tier].data[block.offset : block.offset + block.length]
+        pool = self._mapped.devices.get(block.tier)
+        if pool is None:
+            return self._mapped.segments[block.tier].data[block.offset : block.offset + block.length]
+        copy = _memory(block.length)
+        pool.copy_out([(block.offset, copy)])
+        return copy
+
+    def device_view(self, block: BlockRef) -> DeviceBlock | None:
+        pool = self._mapped.devices.get(block.tier)
+        return None if pool is None else pool.block(block.offset, block.length)
 
     def commit(self, lease_id: str, written: Sequence[Written]) -> int:
         message = {"blocks": pack_written(written)}
@@ -125,6 +158,7 @@ class BodyPlane(_LeaseCalls):
         self, transport: Transport, path: str, lease_id: str, blocks: Sequence[BlockRef] = (), granted_bytes: int = 0
     ) -> None:
         super().__init__(transport)
+        self.generation = ""
         self._path = path
         self._lease_id = lease_id
         self._expected = {(ref.index, ref.group): ref for ref in blocks}
@@ -146,6 +180,9 @@ class BodyPlane(_LeaseCalls):
                 # setdefault: of two threads that ask at the same time both get the same memory.
                 self._bytes.setdefault(where, self._room(block.length))
         return self._bytes[where]
+
+    def device_view(self, block: BlockRef) -> DeviceBlock | None:
+        return None
 
     def commit(self, lease_id: str, written: Sequence[Written]) -> int:
         parts: list[bytes | memoryview] = []
@@ -186,6 +223,18 @@ class BodyPlane(_LeaseCalls):
                 self._bytes[frame.index, frame.group] = data
             if response.read(1):
                 raise BodyMismatch("the daemon sent more than was asked for")
+
+
+def _attached(found: Mapping[str, Any] | None) -> dict[str, DevicePool]:
+    """Attach what the daemon has on a device; nothing where this process cannot: it reads from the warm tier then."""
+    if found is None:
+        return {}
+    try:
+        device = open_device(found["bus_id"])
+        return {found["tier"]: DevicePool.attach(device, found["handle"], found["nbytes"])}
+    except DeviceError as error:
+        log.warning("blocks on the daemon's device are not read there: %s", error)
+        return {}
 
 
 def _memory(nbytes: int) -> memoryview:

@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -16,7 +17,7 @@ from tierkv.client.planes import Attachment, BodyPlane, SharedPlane
 from tierkv.client.transport import Answer, Transport
 from tierkv.direct import UseLog
 from tierkv.errors import InvalidRequest, NotFound, TierKVError, Unavailable
-from tierkv.handles import LeasedComputer, LeasedReader, LeasedWriter, Plane, read_leased
+from tierkv.handles import LeasedComputer, LeasedReader, LeasedWriter, LeaseHandle, Plane, read_leased, take_over
 from tierkv.spec import KVSpec
 from tierkv.wire import unpack_choice, unpack_grants, unpack_hit, unpack_progress, unpack_refs
 
@@ -35,9 +36,10 @@ def connect(
     token: str | None = None,
     ca: str | os.PathLike[str] | None = None,
     timeout_s: float = 5.0,
+    on_device: bool = False,
 ) -> RemoteCache:
     """See `tierkv.connect`."""
-    cache = RemoteCache(Transport(url, tenant, timeout_s, token=token, ca=ca), timeout_s)
+    cache = RemoteCache(Transport(url, tenant, timeout_s, token=token, ca=ca), timeout_s, on_device=on_device)
     cache.check()
     return cache
 
@@ -49,12 +51,15 @@ class RemoteCache(Cache):
     ----------
     timeout_s
         Longest time that `close` spends on leases that are still out, in seconds.
+    on_device
+        Blocks in a hot tier on a GPU are read there.
     """
 
-    def __init__(self, transport: Transport, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, timeout_s: float, *, on_device: bool = False) -> None:
         self._transport = transport
         self._timeout_s = timeout_s
-        self._attachment = Attachment(transport)
+        self._on_device = on_device
+        self._attachment = Attachment(transport, on_device=on_device)
         self._specs: dict[str, KVSpec] = {}
         self._uses = UseLog(self._report_uses)
         self._leases: dict[str, tuple[int, weakref.ref[LeasedReader | LeasedWriter | LeasedComputer]]] = {}
@@ -62,6 +67,8 @@ class RemoteCache(Cache):
     def check(self) -> None:
         """Ask whether the daemon is there. Raises `Unavailable`."""
         self._transport.call("GET", "/healthz")
+        if self._on_device and self._transport.local:
+            self._attachment.mapped()  # opening a device takes a second, which no acquire has
 
     def register(self, spec: KVSpec) -> str:
         self._specs[spec.namespace] = spec  # first: what cannot be told now is told when it is needed
@@ -122,6 +129,21 @@ class RemoteCache(Cache):
             deadline=asked + answer["waited_s"] + answer["ttl_s"],
         )
         return self._remember(lease)
+
+    def take_over(self, namespace: str, handle: LeaseHandle) -> LeasedReader:
+        """Read under a lease that another process has acquired and handed over, and release it.
+
+        A lease that is over by now is found out when its blocks are asked for. Raises `Unavailable`. Does not wait.
+        """
+        for _ in range(2 if handle.generation else 0):
+            mapped = self._attachment.mapped()
+            if mapped.generation != handle.generation:
+                self._attachment.forget(mapped)  # this process may be the one that is behind
+            elif {ref.tier for ref in handle.blocks} <= mapped.readable:
+                return self._remember(take_over(SharedPlane(self._transport, mapped), handle))
+        # Whether the lease still holds is the daemon's to say: what it sends is this process's own.
+        plane = BodyPlane(self._transport, _path(namespace), handle.id, handle.blocks)
+        return self._remember(take_over(plane, replace(handle, deadline=math.inf)))
 
     def read_into(self, chain: Chain, index: int, out: memoryview, *, group: int = 0, wait_s: float = 0.0) -> bool:
         mapped = self._attachment.mapped() if self._transport.local else None
@@ -203,7 +225,9 @@ class RemoteCache(Cache):
             raise InvalidRequest(f"nobody can wait {wait_s} seconds", remedy="use 0 for no waiting")
         for _ in range(2):
             mapped = self._attachment.mapped() if self._transport.local else None
-            tiers = list(mapped.segments) if mapped is not None and mapped.segments else None
+            tiers = None
+            if mapped is not None and mapped.segments:
+                tiers = list(mapped.readable if verb == "acquire" else mapped.segments)
             answer = self._on_chain(chain, verb, {**message, "tiers": tiers}, extra_s=wait_s, once=True)
             if mapped is None or mapped.generation == answer.generation:
                 return answer, SharedPlane(self._transport, mapped) if mapped is not None and tiers else None

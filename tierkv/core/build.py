@@ -17,7 +17,8 @@ from tierkv.core.tenants import TenantRules
 from tierkv.errors import ConfigError, StorageError, StoreInUse
 from tierkv.policy import EvictionPolicy, make_policy
 from tierkv.storage.cold import ColdTier
-from tierkv.storage.hot import HotTier
+from tierkv.storage.hot import DeviceHotTier, make_hot_tier
+from tierkv.storage.landing import device_sums
 from tierkv.storage.tier import SlotTier
 from tierkv.storage.warm import WarmTier
 
@@ -30,8 +31,8 @@ _SECRET_BYTES = 32
 def build_engine(config: Config) -> Engine:
     """Open the tiers and start the engine. Blocks while memory is allocated and the cold index is read.
 
-    Raises `ConfigError`, `StoreInUse`, `ForeignStore`, `StorageFull`, `StorageError`, `DependencyMissing` or
-    `DeviceError`; whatever was opened before is closed again.
+    Raises `ConfigError`, `StoreInUse`, `ForeignStore`, `StorageFull`, `StorageError` or `DeviceError`; whatever was
+    opened before is closed again.
     """
     check_tiers(config)
     if config.state_dir is not None:
@@ -51,11 +52,17 @@ def build_engine(config: Config) -> Engine:
         with _naming("hot", config.state_dir):
             if config.hot.capacity:
                 path = config.warm.directory / f"{instance}.hot"
-                hot = HotTier(config.hot.capacity, device=config.hot.device, segment_path=path)
+                hot = make_hot_tier(config.hot.capacity, device=config.hot.device, segment_path=path)
                 memory.append(_memory_tier(hot, config.hot.policy, 1.0))  # hot blocks go down to warm at once
         with _naming("warm", config.state_dir):
             warm = WarmTier(config.warm.capacity, segment_path=config.warm.directory / f"{instance}.warm")
             memory.append(_memory_tier(warm, config.warm.policy, config.warm.demote_ahead))
+            fastest = memory[0].tier
+            if isinstance(fastest, DeviceHotTier):
+                fastest.pool.copies_from(warm.shared()[0])
+                sums = device_sums()
+                if sums is not None:
+                    fastest.verify_landings(sums)
         if config.cold.capacity:
             cold = ColdTier(
                 cold_path(config),

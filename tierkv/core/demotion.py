@@ -9,7 +9,7 @@ from threading import Lock
 
 from tierkv.core.index import Entry
 from tierkv.core.state import State
-from tierkv.errors import CorruptBlock, NotFound, TierKVError
+from tierkv.errors import CorruptBlock, DeviceError, NotFound, TierKVError
 from tierkv.storage.tier import BlockMeta, SupportsQuotas, Tier, verify
 from tierkv.storage.transfer import copy_block
 
@@ -126,6 +126,8 @@ class Demoter:
                     arrived = True
         except NotFound:
             pass  # deleted before the copy began
+        except DeviceError as error:
+            log.info("a block stays in the %s tier for now: %s", source.name, error)
         except CorruptBlock as error:
             with self._lock:
                 self._placement.damaged(entry, level, error.cause)

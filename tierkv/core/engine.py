@@ -32,9 +32,9 @@ from tierkv.core.tenants import Tenant, TenantRules, Tenants
 from tierkv.core.trunks import Trunk, fold
 from tierkv.core.uses import Uses
 from tierkv.core.writing import Writer
-from tierkv.errors import InvalidRequest, LimitExceeded, SpecMismatch, TierKVError, Unavailable
+from tierkv.errors import DeviceError, InvalidRequest, LimitExceeded, SpecMismatch, TierKVError, Unavailable
 from tierkv.spec import KVSpec
-from tierkv.storage.tier import SupportsQuotas, Tier, checksum
+from tierkv.storage.tier import Slot, SlotTier, SupportsQuotas, Tier, checksum
 
 __all__ = ["Engine", "Limits"]
 
@@ -402,16 +402,26 @@ class Engine:
             self._state.room.signal()
 
     def _reverify(self, entry: Entry) -> None:
-        """Check a pinned block in every memory tier a reader can see and remove the copies that are damaged."""
+        """Check a pinned block in every memory tier and remove the copies that are damaged. Blocks."""
         for level, memory in enumerate(self.placement.memory):
-            if not memory.tier.addressable:
-                continue
             slot = memory.tier.slot(entry.key)
-            if slot is None or checksum(memory.tier.view(slot, entry.meta.length)) == entry.meta.checksum:
+            if slot is None or self._intact(memory.tier, slot, entry):
                 continue
             with self._state.lock:
                 if memory.tier.slot(entry.key) == slot:  # else another reader had it removed, and it was loaded anew
                     self.placement.damaged(entry, level, "checksum")
+
+    @staticmethod
+    def _intact(tier: SlotTier, slot: Slot, entry: Entry) -> bool:
+        length = entry.meta.length
+        if tier.addressable:
+            return checksum(tier.view(slot, length)) == entry.meta.checksum
+        copy = bytearray(length)
+        try:
+            tier.read(slot, memoryview(copy))
+        except DeviceError:
+            return False
+        return checksum(copy) == entry.meta.checksum
 
     def _remove(self, keys: Sequence[bytes], reason: str) -> int:
         """Unpublish blocks, some at a time so that others get their turn; return how many there were."""

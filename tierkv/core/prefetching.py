@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tierkv.cache import TicketProgress
@@ -23,13 +22,22 @@ TICKET_TTL_S = 300.0
 MOST_TICKETS = 16384
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A load of a KV group's block, and whether the block is to go on from where it brings it."""
+
+    group: int
+    load: Load
+    onward: bool
+
+
 @dataclass(slots=True, eq=False)
 class _Ticket:
     """`loads` by layers: KV group first, then index. `stale`: when what has not begun by then is given up."""
 
     tenant: bytes
     stale: float
-    loads: list[tuple[int, Load]]
+    loads: list[_Wanted]
     over: bool = False
     cancelled: bool = False
 
@@ -65,17 +73,15 @@ class Prefetcher:
                 entry = state.index.awake(chain.key(*block))
                 if entry is not None:
                     state.placement.touch(entry, again=False)
-            loads: list[tuple[int, Load]] = []
+            loads: list[_Wanted] = []
             for (index, group), levels in sorted(needed, key=lambda item: (item[0][1], item[0][0])):
                 fastest = (levels & -levels).bit_length() - 1
                 goal = 0 if index < hot_length else warm
                 if fastest > goal:
                     level = 0 if fastest <= warm else warm
-                    nbytes = chain.info.sizes[group]
-                    load = self._loader.want(
-                        chain.key(index, group), nbytes, level, now + deadline_s, onward=goal < level
-                    )
-                    loads.append((group, load))
+                    nbytes, onward = chain.info.sizes[group], goal < level
+                    load = self._loader.want(chain.key(index, group), nbytes, level, now + deadline_s, onward=onward)
+                    loads.append(_Wanted(group, load, onward))
             ticket_id = LeaseTable.new_id()
             ticket = self._tickets[ticket_id] = _Ticket(tenant.id, now + deadline_s, loads)
             heapq.heappush(self._due, (ticket.stale, ticket_id))
@@ -91,13 +97,13 @@ class Prefetcher:
         deadline = time.monotonic() + wait_s
         with self._state.lock:
             ticket = self._find(tenant, ticket_id)
-            pending: list[Future[bool]] = [
-                load.future for group, load in ticket.loads if groups is None or group < groups
-            ]
-        if pending:
+        while True:
+            with self._state.lock:
+                wanted = [w for w in ticket.loads if groups is None or w.group < groups]
+                pending = [last.future for w in wanted if not (last := w.load.last()).future.done()]
+                if not pending or time.monotonic() >= deadline:
+                    return self._progress(ticket)
             yield Pause(pending, deadline)
-        with self._state.lock:
-            return self._progress(ticket)
 
     def cancel(self, tenant: Tenant, ticket_id: str) -> None:
         """See `tierkv.cache.Ticket.cancel`."""
@@ -122,17 +128,17 @@ class Prefetcher:
     def _stop(self, ticket: _Ticket) -> None:
         if not ticket.over:
             ticket.over = True
-            for _, load in ticket.loads:
-                self._loader.unwant(load)
+            for wanted in ticket.loads:
+                self._loader.unwant(wanted.load, onward=wanted.onward)
 
     @staticmethod
     def _progress(ticket: _Ticket) -> TicketProgress:
-        done = [load for _, load in ticket.loads if load.future.done()]
+        done = [wanted.load for wanted in ticket.loads if wanted.load.last().future.done()]
         return TicketProgress(
             "cancelled" if ticket.cancelled else "done" if len(done) == len(ticket.loads) else "loading",
             len(ticket.loads),
             len(done),
-            sum(load.nbytes for _, load in ticket.loads),
+            sum(wanted.load.nbytes for wanted in ticket.loads),
             sum(load.nbytes for load in done),
         )
 

@@ -30,11 +30,15 @@ class Job:
         Bytes it holds while it runs.
     deadline
         Monotonic seconds; only its order among others matters.
+    kind, subject
+        For `LoadScheduler.take_along`: jobs of one kind, if it is not None, can be done together; what it is about.
     """
 
     run: Callable[[], None]
     nbytes: int
     deadline: float
+    kind: object
+    subject: object
     _number: int = field(repr=False)
     _state: Literal["queued", "begun", "cancelled"] = "queued"
 
@@ -89,18 +93,49 @@ class LoadScheduler:
         """Bytes of the jobs that are running."""
         return self._running_bytes
 
-    def submit(self, run: Callable[[], None], nbytes: int, deadline: float) -> Job:
+    def submit(
+        self,
+        run: Callable[[], None],
+        nbytes: int,
+        deadline: float,
+        *,
+        kind: object = None,
+        subject: object = None,
+    ) -> Job:
         """Queue a job. Does not wait. Raises `Unavailable` after `close`."""
         with self._changed:
             if self._closed:
                 raise Unavailable("the load scheduler is closed")
             self._submitted += 1
-            job = Job(run, nbytes, deadline, self._submitted)
+            job = Job(run, nbytes, deadline, kind, subject, self._submitted)
             heappush(self._heap, (deadline, job._number, job))
             self._queued += 1
             self._waiting_bytes += nbytes
             self._changed.notify()
             return job
+
+    def take_along(self, job: Job, most_bytes: int) -> list[Job]:
+        """Take those that come next out of the queue, for a running job that does them together with its own work.
+
+        As long as they are of its kind, it holds no more than `most_bytes` with them, and they might have begun now.
+        They have begun, are not run, and end with it. Does not wait.
+        """
+        taken: list[Job] = []
+        with self._changed:
+            while (
+                job.kind is not None
+                and (following := self._head()) is not None
+                and following.kind == job.kind
+                and job.nbytes + following.nbytes <= most_bytes
+                and self._fits(following)
+            ):
+                self._dequeue(following)
+                self._running_bytes += following.nbytes
+                job.nbytes += following.nbytes
+                taken.append(following)
+            if taken:
+                self._changed.notify()  # what is first in the queue now may fit a thread that waits
+        return taken
 
     def bound(self, max_bytes: int) -> None:
         """Let so many bytes be in flight from now on. What is running goes on."""
@@ -170,11 +205,14 @@ class LoadScheduler:
                 self._running_bytes -= job.nbytes
         return True
 
-    def _begin(self, job: Job) -> None:
+    def _dequeue(self, job: Job) -> None:
         heappop(self._heap)
         job._state = "begun"
         self._queued -= 1
         self._waiting_bytes -= job.nbytes
+
+    def _begin(self, job: Job) -> None:
+        self._dequeue(job)
         self._running += 1
         self._running_bytes += job.nbytes
         # Each change wakes one worker. Where it lets several jobs begin, each that begins wakes the next.

@@ -113,7 +113,8 @@ def check_holds(engine: Engine, now: float, *, exactly: bool) -> None:
     for ticket in engine.prefetcher._tickets.values():
         assert ticket.over or ticket.stale > now, "a prefetch outlived its deadline"
         if not ticket.over:
-            wanted.update(id(load) for _, load in ticket.loads)
+            wanted.update(id(part.load) for part in ticket.loads)
+            wanted.update(id(part.load.then) for part in ticket.loads if part.onward and part.load.then is not None)
     for load in engine._loader._running.values():
         assert load.wanted >= wanted[id(load)], "a ticket lost its load"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from tierkv.errors import CorruptBlock
-from tierkv.storage.tier import Slot
+from tierkv.storage.tier import Slot, SlotTier
 
 from ..support import wait_until
 from . import audit
@@ -69,7 +69,7 @@ class Harming(World):
             tier = memory[level].tier
             block, slot = self.model.published[key], tier.slot(key)
             assert slot is not None
-            tier.view(slot, block.nbytes)[7] ^= 1
+            self.flip(tier, slot)
             corrupt = self.engine._state.counters.corrupt_blocks.total()
         chain = block.chain
         cache = self.caches[block.writer]
@@ -90,6 +90,12 @@ class Harming(World):
         wait_until(lambda: audit.at_rest(self.engine))
         self.mend(level, block, slot, corrupt)
 
+    def flip(self, tier: SlotTier, slot: Slot) -> None:
+        """Turn one bit of a slot round."""
+        start = bytearray(self.content(tier, slot, 8))
+        start[7] ^= 1
+        tier.write(slot, start)
+
     def mend(self, level: int, block: Block, slot: Slot, corrupt: int) -> None:
         """The damaged copy was found and removed, or is there still and nobody was given it."""
         state = self.engine._state
@@ -97,7 +103,7 @@ class Harming(World):
         with contextlib.nullcontext() if self.puts_gate.shut else self.engine._demoter._one_at_a_time, state.lock:
             found = state.counters.corrupt_blocks.total() > corrupt
             if not found and tier.slot(block.key) == slot:
-                tier.view(slot, block.nbytes)[7] ^= 1
+                self.flip(tier, slot)
             elif found:  # a good copy from elsewhere may have come to the same place
                 for pin in self.pins.values():
                     pin.places.pop((block.key, tier.name), None)

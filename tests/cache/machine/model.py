@@ -39,13 +39,14 @@ class Setup:
     policy: str = "slru"
     demote_ahead: float = 0.25
     sizes: int = 1
+    device: str = "cpu"
 
     def settings(self, directory: Path) -> dict[str, Any]:
         """The configuration of a cache in `directory`."""
         quotas = {"hot": 5 * self.unit, "warm": 7 * self.unit, "cold": 24 * self.unit}
         return {
             "state_dir": str(directory / "state"),
-            "hot": {"capacity": self.hot * self.unit, "device": "cpu", "policy": self.policy},
+            "hot": {"capacity": self.hot * self.unit, "device": self.device, "policy": self.policy},
             "warm": {
                 "capacity": self.warm * self.unit,
                 "directory": str(directory),
@@ -79,6 +80,8 @@ SETUPS = (
     Setup(65536, 0, 16, 0, "lru"),
     Setup(65536, 8, 16, 80),
     Setup(65536, 8, 16, 0, "lru"),
+    Setup(65536, 8, 16, 80, device="cuda:0"),
+    Setup(65536, 8, 16, 0, device="cuda:0"),
     Setup(262144, 0, 32, 96, sizes=2),  # two superblocks, two sizes of slots
 )
 

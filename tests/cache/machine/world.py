@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 import tierkv
+from tests.storage.fake_cuda import FakeDevice
 from tierkv.cache import BlockRef, Chain, ComputeLease, ReadLease, Ticket, WriteLease
 from tierkv.core.acquiring import Acquired
 from tierkv.core.engine import Engine
@@ -107,7 +109,12 @@ class World(RuleBasedStateMachine):
         self.opened = False
 
     def open(self) -> None:
-        cache = tierkv.open(self.setup.settings(self.directory), tenant="red")
+        self.device = FakeDevice()
+        with (
+            mock.patch("tierkv.storage.hot.open_device", return_value=self.device),
+            mock.patch("tierkv.core.build.device_sums", return_value=None),
+        ):
+            cache = tierkv.open(self.setup.settings(self.directory), tenant="red", on_device=True)
         assert isinstance(cache, EmbeddedCache)
         self.caches = {"red": cache, "blue": cache.for_tenant("blue"), "green": cache.for_tenant("green")}
         for each in self.caches.values():
@@ -135,6 +142,8 @@ class World(RuleBasedStateMachine):
             if self.opened:
                 self.open_gates()
                 self.caches["red"].close()
+                assert self.device.faults == []
+                assert self.device.allocated == self.device.pinned == {}
             self.clock.restore()
             self.home.cleanup()
 
@@ -225,7 +234,13 @@ class World(RuleBasedStateMachine):
         return next(memory.tier for memory in self.engine.placement.memory if memory.tier.name == ref.tier)
 
     def bytes_at(self, ref: BlockRef) -> bytes:
-        return bytes(self.tier(ref).view(Slot(ref.offset, ref.length), ref.length))
+        return self.content(self.tier(ref), Slot(ref.offset, ref.length), ref.length)
+
+    @staticmethod
+    def content(tier: SlotTier, slot: Slot, nbytes: int) -> bytes:
+        out = memoryview(bytearray(nbytes))
+        tier.read(slot, out)
+        return bytes(out)
 
     def hold(
         self,
@@ -321,14 +336,19 @@ class World(RuleBasedStateMachine):
             self.engine._expire(now)
             self.engine._wakeup.notify()
         self.reads = [read for read in self.reads if read.deadline > now]
+        # Whoever takes over must be able to store: reservations of what nobody computes any more are over.
+        over = {key for lease in self.computing if lease.deadline <= now for key in lease.covers}
         self.computing = [lease for lease in self.computing if lease.deadline > now]
         self.pins = {name: pin for name, pin in self.pins.items() if pin.deadline > now}
         self.tickets = [(until, ticket) for until, ticket in self.tickets if until > now]
-        for write in self.writes:
-            if write.deadline <= now:
-                for key in write.waiting:
-                    del self.model.waiting[key]
-        self.writes = [write for write in self.writes if write.deadline > now]
+        ended = [write for write in self.writes if write.deadline <= now or over & self.keys_to_write(write)]
+        for write in ended:
+            for key in write.waiting:
+                del self.model.waiting[key]
+        self.writes = [write for write in self.writes if write not in ended]
+
+    def keys_to_write(self, write: HeldWrite) -> set[bytes]:
+        return {self.model.key(write.tenant, write.chain, place) for place in write.open}
 
     def end_everything(self) -> None:
         """When every lease, pin, ticket and step has ended, nothing is held and every slot is free or published."""
@@ -420,7 +440,7 @@ class World(RuleBasedStateMachine):
             for key, _ in tier.records():
                 slot, data = tier.slot(key), self.model.published[key].data
                 assert slot is not None
-                assert tier.view(slot, len(data)) == data, "a block in memory has the wrong bytes"
+                assert self.content(tier, slot, len(data)) == data, "a block in memory has the wrong bytes"
             for pin in self.pins.values():
                 for key in pin.keys:
                     found = tier.slot(key)

@@ -1,4 +1,4 @@
-"""The warm tier beside memcpy: through the embedded cache, and alone."""
+"""The memory tiers beside memcpy: through the embedded cache, and alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +18,17 @@ from tierkv.errors import NotFound
 from tierkv.service.bench.measure import gbps, interleaved, memcpy
 from tierkv.service.bench.payload import Blocks, fresh_key
 from tierkv.spec import KVGroup, KVSpec
+from tierkv.storage.hot import HotTier
+from tierkv.storage.tier import SlotTier
 from tierkv.storage.warm import WarmTier
 
-__all__ = ["WarmRow", "measure_warm"]
+__all__ = ["MemoryRow", "measure_memory"]
 
 _ROOM = 4  # the cache has room for so many passes, so that storing evicts older ones as in daily life
 
 
 @dataclass(frozen=True, slots=True)
-class WarmRow:
+class MemoryRow:
     """Speeds in GB/s for blocks of `block_bytes`, `batch` to a chain.
 
     Attributes
@@ -33,7 +36,7 @@ class WarmRow:
     put_gbps, get_gbps
         Through the embedded cache: lease, copy, checksum, publish; lease, copy, verify.
     tier_put_gbps, tier_get_gbps
-        `WarmTier` alone: slot, copy, publish; copy, verify.
+        The tier alone: slot, copy, publish; copy, verify.
     memcpy_gbps
         numpy copying the same blocks.
     checksum_percent
@@ -50,19 +53,23 @@ class WarmRow:
     checksum_percent: float
 
 
-def measure_warm(blocks: Blocks, batch: int, rounds: int) -> WarmRow:
-    """Store and read all `blocks` in chains of `batch`, `rounds` times. Blocks; takes five times their size in memory.
+def measure_memory(kind: Literal["hot", "warm"], blocks: Blocks, batch: int, rounds: int) -> MemoryRow:
+    """Store and read all `blocks` in chains of `batch`, `rounds` times. Blocks.
 
-    One pass goes over all blocks, so that none is in the processor's cache because it was just used.
+    One pass goes over all blocks, so that none is in the processor's cache because it was just used. A cache with a hot
+    tier, here in ordinary memory, writes what it stores to the warm tier as well: a pass is over when that is done.
+    Takes five times the size of the blocks in memory, with a hot tier nine times.
     """
     data = blocks.data
     layers, _, tokens, heads, dim = blocks.layout.shape
     spec = KVSpec("bench", "0", "bfloat16", tokens, (KVGroup(tuple(range(layers)), "full", heads, dim),))
     out = np.zeros_like(data)
     room = _ROOM * data.nbytes
-    config = Config.model_validate({"warm": {"capacity": room}})
-    path = config.warm.directory / f"tierkv-{os.getuid()}-{os.getpid()}-bench.warm"
-    with tierkv.open(config) as cache, closing(WarmTier(room, segment_path=path)) as tier:
+    hot = {"capacity": room, "device": "cpu"} if kind == "hot" else {}
+    config = Config.model_validate({"hot": hot, "warm": {"capacity": room}})
+    path = config.warm.directory / f"tierkv-{os.getuid()}-{os.getpid()}-bench.{kind}"
+    make = HotTier if kind == "hot" else WarmTier
+    with tierkv.open(config) as cache, closing(make(room, segment_path=path)) as tier:
         namespace = cache.register(spec)
         stored: list[Chain] = []
         keys = [fresh_key() for _ in data]
@@ -71,6 +78,7 @@ def measure_warm(blocks: Blocks, batch: int, rounds: int) -> WarmRow:
             stored[:] = (Chain(namespace, _hashes(batch)) for _ in range(len(data) // batch))
             for number, chain in enumerate(stored):
                 _store(cache, chain, data[number * batch :])
+            cache.flush()
 
         def get() -> None:
             for number, chain in enumerate(stored):
@@ -93,7 +101,7 @@ def measure_warm(blocks: Blocks, batch: int, rounds: int) -> WarmRow:
             rounds=rounds,
         )
     speed = {name: gbps(data.nbytes, once) for name, once in taken.items()}
-    return WarmRow(
+    return MemoryRow(
         data.shape[1],
         batch,
         speed["put"],
@@ -124,12 +132,12 @@ def _load(cache: Cache, chain: Chain, out: NDArray[np.uint8]) -> None:
             read.read_into(ref.index, out[ref.index].data)
 
 
-def _read(tier: WarmTier, keys: Sequence[bytes], out: NDArray[np.uint8]) -> None:
+def _read(tier: SlotTier, keys: Sequence[bytes], out: NDArray[np.uint8]) -> None:
     for row, key in enumerate(keys):
         tier.read_into(key, out[row].data)
 
 
-def _copy(tier: WarmTier, keys: Sequence[bytes], out: NDArray[np.uint8]) -> None:
+def _copy(tier: SlotTier, keys: Sequence[bytes], out: NDArray[np.uint8]) -> None:
     for row, key in enumerate(keys):
         slot = tier.slot(key)
         assert slot is not None
