@@ -25,6 +25,7 @@ from tierkv.service.app import make_app
 from tierkv.service.auth import Authority
 from tierkv.service.connections import RETRY_AFTER_S, Connections
 from tierkv.service.context import Context
+from tierkv.service.kv_events import publishing
 from tierkv.service.notify import notify
 from tierkv.service.reload import reload
 from tierkv.service.tls import server_context
@@ -90,6 +91,7 @@ async def run_daemon(config: Config, reread: Callable[[], Config], on_ready: Cal
             await _listen(stack, connections, listener, encryption if over_tcp else None, config.limits.idle)
         engine = await asyncio.to_thread(build_engine, config)
         stack.push_async_callback(asyncio.to_thread, engine.close)
+        await stack.enter_async_context(publishing(config.kv_events, engine))
         context = Context(config, engine, authority, connections)
         stack.callback(context.threads.shutdown)
         runner = web.AppRunner(

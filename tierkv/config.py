@@ -33,6 +33,7 @@ __all__ = [
     "ColdConfig",
     "Config",
     "HotConfig",
+    "KVEventsConfig",
     "LimitsConfig",
     "LogConfig",
     "PolicyConfig",
@@ -51,6 +52,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _HOST_NAME = re.compile(r"[0-9A-Za-z._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
 _LARGEST = 1 << 50
 _LARGEST_MEMORY = 16 << 40
+_ENDPOINT = re.compile(r"tcp://(\*|[0-9A-Za-z._-]+|\[[0-9A-Fa-f:]+\]):\d{1,5}|ipc://(?P<path>/.+)")
 _SOCKET_BYTES = 107  # sun_path of Linux, less its closing NUL
 
 
@@ -139,6 +141,15 @@ def _socket(path: Path) -> Path:
     return path
 
 
+def _endpoint(value: object) -> object:
+    match = _ENDPOINT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("not an address of ZeroMQ; write tcp://127.0.0.1:5557 or ipc:///run/tierkv/kv-events")
+    if match["path"] is not None:
+        _socket(Path(match["path"]))
+    return value
+
+
 def _weight(value: object) -> object:
     if not _number(value):
         raise ValueError("not a number; write a weight such as 2")
@@ -169,6 +180,7 @@ Policy = Annotated[
 ]
 Count = Annotated[int, BeforeValidator(_integer)]
 Name = Annotated[str, BeforeValidator(_name)]
+Endpoint = Annotated[str, BeforeValidator(_endpoint)]
 
 
 class _Model(BaseModel):
@@ -267,6 +279,20 @@ class LimitsConfig(_Model):
         return self
 
 
+class KVEventsConfig(_Model):
+    """ZeroMQ addresses at which vLLM's KV events are published, and where what was missed can be asked for."""
+
+    endpoint: Endpoint | None = None
+    replay: Endpoint | None = None
+    topic: str = ""
+
+    @model_validator(mode="after")
+    def _replayed(self) -> Self:
+        if self.replay is not None and self.endpoint is None:
+            raise ValueError("replay without endpoint: nothing is published; set endpoint too")
+        return self
+
+
 class LogConfig(_Model):
     """What the daemon writes to standard error: `text` is logfmt, `json` one object a line."""
 
@@ -288,6 +314,7 @@ class Config(_Model):
     cold: Annotated[ColdConfig, BeforeValidator(_section)] = ColdConfig()
     tenants: Annotated[dict[Name, Annotated[TenantConfig, BeforeValidator(_section)]], BeforeValidator(_section)] = {}
     limits: Annotated[LimitsConfig, BeforeValidator(_section)] = LimitsConfig()
+    kv_events: Annotated[KVEventsConfig, BeforeValidator(_section)] = KVEventsConfig()
     log: Annotated[LogConfig, BeforeValidator(_section)] = LogConfig()
     auth: Annotated[AuthConfig, BeforeValidator(_section)] = AuthConfig()
     tls: Annotated[TLSConfig, BeforeValidator(_section)] = TLSConfig()
