@@ -1,15 +1,9 @@
-"""A hot tier on a device: prefetch by layer groups, reads in place, and whatever a device can do to a cache.
-
-The device is a stand-in behind the door to the CUDA runtime; the cache is the real one, put together from a
-configuration that says `cuda:0`.
-"""
+"""A hot tier on a device: prefetch by layer groups, reads in place, leases, eviction, damage."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,14 +11,14 @@ import tierkv
 from tests.storage.fake_cuda import FakeDevice
 from tierkv.cache import Chain
 from tierkv.embedded import EmbeddedCache
-from tierkv.errors import CorruptBlock, DeviceError
-from tierkv.spec import KVGroup, KVSpec
+from tierkv.errors import DeviceError
+from tierkv.spec import KVSpec
 from tierkv.storage.device import DeviceBlock
 from tierkv.storage.hot import DeviceHotTier
-from tierkv.storage.tier import BlockMeta, checksum
+from tierkv.storage.tier import checksum
 
-from .control import HeldReads
-from .support import (
+from ..control import HeldReads
+from ..support import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
     assert_intact,
@@ -32,91 +26,9 @@ from .support import (
     make_spec,
     payload,
     store,
-    store_far,
     wait_until,
 )
-
-HOT, WARM = 128, 256  # blocks
-SETTINGS = {
-    "hot": {"capacity": "1MiB", "device": "cuda:0", "policy": "lru"},
-    "warm": {"capacity": "2MiB", "policy": "lru"},
-    "cold": {"capacity": "256MiB"},
-}
-Open = Callable[..., EmbeddedCache]
-
-
-@pytest.fixture
-def device() -> Iterator[FakeDevice]:
-    device = FakeDevice()
-    yield device
-    assert device.faults == []
-
-
-@pytest.fixture
-def open_cache(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    monkeypatch.setattr("tierkv.storage.hot.open_device", lambda name: device)
-    monkeypatch.setattr("tierkv.core.build.device_sums", lambda: None)  # kernels cannot read what the stand-in has
-    opened: list[EmbeddedCache] = []
-
-    def open_cache(**changes: Any) -> EmbeddedCache:
-        cache = tierkv.open({"state_dir": str(tmp_path / "state"), **SETTINGS, **changes}, on_device=True)
-        assert isinstance(cache, EmbeddedCache)
-        opened.append(cache)
-        hot = cache.engine.placement.memory[0].tier
-        assert isinstance(hot, DeviceHotTier)
-        hot.pool.patience_s = 60.0
-        return cache
-
-    yield open_cache
-    for cache in opened:
-        cache.close()
-
-
-@pytest.fixture
-def cache(open_cache: Open) -> EmbeddedCache:
-    return open_cache()
-
-
-@pytest.fixture
-def spec(cache: EmbeddedCache) -> KVSpec:
-    spec = make_spec()
-    cache.register(spec)
-    return spec
-
-
-def two_groups(cache: EmbeddedCache) -> KVSpec:
-    spec = make_spec(KVGroup((0,), "full", 1, 64), KVGroup((1,), "full", 1, 64))
-    cache.register(spec)
-    return spec
-
-
-def sink(cache: EmbeddedCache, spec: KVSpec, chain: Chain) -> None:
-    """Store a chain and push it out of memory."""
-    store_far(cache, spec, chain)
-    cache.flush()
-    store_far(cache, spec, make_chain(spec, 2 * WARM, 99))
-    cache.flush()
-    assert set(cache.lookup(chain).tiers) == {"cold"}
-
-
-def promote(cache: EmbeddedCache, chain: Chain) -> None:
-    assert cache.prefetch(chain).wait(20.0).state == "done"
-    assert set(cache.lookup(chain).tiers) == {"hot"}
-
-
-def on_device(device: FakeDevice, cache: EmbeddedCache, spec: KVSpec, chain: Chain) -> int:
-    """Compare every block of a chain with what was stored, in place; return how many lie on the device."""
-    count = 0
-    with cache.acquire(chain, wait_s=0.0) as read:
-        for ref in read.blocks:
-            found = read.device_view(ref.index, ref.group)
-            assert (found is not None) == (ref.tier == "hot")
-            if found is not None:
-                count += 1
-                content = device.content(found.address, found.nbytes)
-                assert content == payload(spec, chain, ref.index, ref.group)
-            assert bytes(read.view(ref.index, ref.group)) == payload(spec, chain, ref.index, ref.group)
-    return count
+from .support import HOT, Open, on_device, promote, sink, two_groups
 
 
 def test_writes_go_to_memory_that_the_processor_addresses(cache: EmbeddedCache, spec: KVSpec) -> None:
@@ -232,139 +144,6 @@ def test_nothing_leaves_the_device_under_a_lease(device: FakeDevice, cache: Embe
             found = read.device_view(ref.index)
             assert found is not None
             assert device.content(found.address, found.nbytes) == payload(spec, held, ref.index)
-
-
-@pytest.mark.parametrize("call", ["copy", "record"])
-def test_a_copy_that_fails_costs_no_block(device: FakeDevice, cache: EmbeddedCache, spec: KVSpec, call: str) -> None:
-    chain = make_chain(spec, 30)
-    store(cache, spec, chain)
-    device.fail(call, after=2)
-    ticket = cache.prefetch(chain)
-    assert ticket.wait(20.0).state == "done"
-    assert cache.lookup(chain).blocks == 30
-    device.fail(call, times=0)
-    on_device(device, cache, spec, chain)
-    used = cache.stats()["tiers"]["hot"]["used_bytes"]
-    assert used == cache.lookup(chain).tiers.count("hot") * BLOCK_BYTES  # no slot is lost
-    promote(cache, chain)
-    assert on_device(device, cache, spec, chain) == 30
-
-
-def test_a_device_that_fails_on_the_way_costs_no_block(device: FakeDevice, cache: EmbeddedCache, spec: KVSpec) -> None:
-    safe, chain = make_chain(spec, 10, 1), make_chain(spec, 30, 2)
-    store(cache, spec, safe)
-    store(cache, spec, chain)
-    promote(cache, safe)
-    device.hold()
-    ticket = cache.prefetch(chain)
-    wait_until(lambda: device.unfinished)
-    device.break_down()
-    assert ticket.wait(20.0).state == "done"
-    plain = EmbeddedCache(cache.engine, "default")
-    for stored in (safe, chain):
-        with plain.acquire(stored, wait_s=5.0) as read:
-            assert read.hit_blocks == len(stored)
-            assert_intact(read, spec, stored)
-    assert "fallen off the bus" in cache.stats()["tiers"]["hot"]["lost"]
-    assert cache.prefetch(chain).wait(20.0).state == "done"  # at once: nobody waits for a device that is gone
-    assert store(cache, spec, make_chain(spec, 8, 3)) == 8
-
-
-def test_a_block_that_only_a_lost_device_had_is_a_miss_and_can_be_stored_anew(
-    device: FakeDevice, open_cache: Open
-) -> None:
-    cache = open_cache(cold={"capacity": 0})
-    spec = make_spec()
-    cache.register(spec)
-    chain = make_chain(spec, 10)
-    store(cache, spec, chain)
-    promote(cache, chain)
-    placement = cache.engine.placement
-    entries = [placement.memory[0].dirty, placement.memory[1].tier]
-    for chain_hash in chain.hashes:  # as an eviction that is allowed to lose blocks does
-        key = cache.engine.tenant("default").block_key(chain_hash, 0)
-        entry = cache.engine._state.index.awake(key)
-        assert entry is not None
-        placement._take_out(entry, 1)
-        placement.lost_level(entry, 1, "evicted")
-    assert entries[0]
-    device.break_down()
-    plain = EmbeddedCache(cache.engine, "default")
-    with plain.acquire(chain, wait_s=5.0) as read:
-        assert read.hit_blocks == 0
-        assert read.missed_tokens == {"failed": 10 * BLOCK_TOKENS}
-    wait_until(lambda: cache.lookup(chain).blocks == 0)
-    assert store(cache, spec, chain) == 10
-    with plain.acquire(chain, wait_s=0.0) as read:
-        assert_intact(read, spec, chain)
-
-
-def test_a_device_that_refuses_a_read_is_gone_round(device: FakeDevice, cache: EmbeddedCache, spec: KVSpec) -> None:
-    """The block is on the device and on the disk: the way over the device is the shorter, if it works."""
-    chain = make_chain(spec, 10)
-    store(cache, spec, chain)
-    promote(cache, chain)
-    cache.flush()
-    store_far(cache, spec, make_chain(spec, 2 * WARM, 5))  # out of warm
-    cache.flush()
-    plain = EmbeddedCache(cache.engine, "default")
-    assert set(cache.lookup(chain).tiers) == {"hot"}
-    device.fail("copy", times=3)
-    with plain.acquire(chain, wait_s=20.0) as read:
-        assert read.hit_blocks == 10
-        assert_intact(read, spec, chain)
-
-
-def test_damage_found_on_the_way_round_is_that_of_the_disk(
-    device: FakeDevice, cache: EmbeddedCache, spec: KVSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chain = make_chain(spec, 1)
-    store(cache, spec, chain)
-    promote(cache, chain)
-    cache.flush()
-    store_far(cache, spec, make_chain(spec, 2 * WARM, 5))  # out of warm
-    cache.flush()
-
-    cold = cache.engine.placement.cold
-    assert cold is not None
-
-    def damaged(key: bytes, out: memoryview) -> BlockMeta:
-        cold.delete(key)
-        raise CorruptBlock("damaged", cause="checksum")
-
-    monkeypatch.setattr(cold, "read_into", damaged)
-    device.fail("copy")
-    with EmbeddedCache(cache.engine, "default").acquire(chain, wait_s=20.0) as read:
-        assert read.hit_blocks == 0
-    assert cache.stats()["counters"]["corrupt_blocks"] == {"hot/device": 1, "cold/checksum": 1}
-    assert cache.lookup(chain).blocks == 0
-
-
-def test_a_copy_that_never_ends_holds_up_nobody_for_longer_than_he_waits(
-    device: FakeDevice, cache: EmbeddedCache, spec: KVSpec
-) -> None:
-    chain, sunk = make_chain(spec, 30, 1), make_chain(spec, 30, 2)
-    sink(cache, spec, sunk)
-    store(cache, spec, chain)
-    hot = cache.engine.placement.memory[0].tier
-    assert isinstance(hot, DeviceHotTier)
-    hot.pool.patience_s = 0.5
-    device.hold()
-    ticket = cache.prefetch(chain)
-    wait_until(lambda: device.unfinished)
-    with cache.acquire(chain, wait_s=0.0) as read:
-        assert {ref.tier for ref in read.blocks} == {"warm"}
-        assert_intact(read, spec, chain)
-    with cache.acquire(sunk, wait_s=0.01) as read:
-        assert_intact(read, spec, sunk)
-    with cache.acquire(sunk, wait_s=20.0) as read:  # workers come back from the device that hangs
-        assert read.hit_blocks == 30
-        assert_intact(read, spec, sunk)
-    assert ticket.wait(20.0).state == "done"
-    assert "has not ended" in cache.stats()["tiers"]["hot"]["lost"]
-    assert set(cache.lookup(chain).tiers) == {"warm"}
-    cache.close()
-    assert not {"free", "unpin"} & set(device.calls)  # a copy may still touch it
 
 
 def test_a_cancelled_prefetch_does_not_go_on_to_the_device(device: FakeDevice, open_cache: Open) -> None:
