@@ -20,10 +20,11 @@ from tierkv.errors import BodyMismatch, ChecksumMismatch, CorruptBlock, InvalidR
 from tierkv.spec import BlockLayout
 from tierkv.storage.codecs import Codec, codec_by_id, codec_by_name
 from tierkv.storage.codecs.base import Buffer, Bytes, Unsuitable, as_bytes
+from tierkv.storage.codecs.bx1 import Bx1
 from tierkv.storage.codecs.plane import scratch
 from tierkv.storage.tier import checksum
 
-__all__ = ["ContainerInfo", "pack", "peek", "unpack_into"]
+__all__ = ["ContainerInfo", "pack", "peek", "unpack_into", "unpack_planes_into"]
 
 MAGIC = b"TKVC"
 VERSION = 1
@@ -163,6 +164,22 @@ def unpack_into(container: Buffer, out: memoryview) -> int:
     if checksum(target) != info.payload_checksum:
         raise CorruptBlock("a decoded block does not match its checksum", remedy=_REMEDY)
     return info.raw_length
+
+
+def unpack_planes_into(container: Buffer, planes: memoryview) -> ContainerInfo | None:
+    """Undo the Huffman coding of a block and leave its byte planes, as `Bx1.decode_planes_into` lays them out. Blocks.
+
+    Sections are verified. What the planes merge to is not: that is for the payload's checksum to say. Returns None
+    where there are no planes, because the block was stored by another codec or its bytes are no numbers, and where they
+    do not fit. Raises `CorruptBlock` as `unpack_into`; `planes` then holds garbage.
+    """
+    view = memoryview(container)
+    header = _parse(view)
+    codec, layout = header.codec, header.info.layout
+    if not isinstance(codec, Bx1) or layout.dtype == "uint8" or codec.planes_nbytes(layout) > len(planes):
+        return None
+    codec.decode_planes_into(_verified_sections(view, header), planes[: codec.planes_nbytes(layout)], layout)
+    return header.info
 
 
 def peek(container: Buffer) -> ContainerInfo:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import lmdb
 
@@ -28,6 +28,7 @@ from tierkv.errors import (
     TierKVError,
     Unavailable,
 )
+from tierkv.spec import BlockLayout
 from tierkv.storage.codecs import codec_by_name
 from tierkv.storage.cold import record
 from tierkv.storage.cold.damage import DamageLog
@@ -37,12 +38,13 @@ from tierkv.storage.cold.pool import SegmentPool
 from tierkv.storage.cold.segment import Segment
 from tierkv.storage.cold.table import BlockTable
 from tierkv.storage.cold.writer import SegmentWriter, Write
-from tierkv.storage.container import pack, peek, unpack_into
+from tierkv.storage.container import pack, peek, unpack_into, unpack_planes_into
 from tierkv.storage.tier import BlockMeta, Buffer, Tier, TierUsage
 
 __all__ = ["ColdTier", "SegmentInfo", "SyncLevel"]
 
 SyncLevel = Literal["none", "interval", "commit"]
+_T = TypeVar("_T")
 _PORTION_BYTES = 4 << 20
 _STRUCTURAL = frozenset({"segment", "missing", "truncated"})
 """Causes of a failed read after which LMDB is not trusted with the segment before it was looked at."""
@@ -187,17 +189,38 @@ class ColdTier(Tier):
         return self._table.holds(keys)
 
     def read_into(self, key: bytes, out: memoryview) -> BlockMeta:
+        def decode(container: memoryview, meta: BlockMeta) -> BlockMeta:
+            if len(out) < meta.length:
+                raise BodyMismatch(f"a block of {meta.length} bytes does not fit a buffer of {len(out)}")
+            unpack_into(container, out)
+            return meta
+
+        return self._read(key, decode)
+
+    def read_planes(self, key: bytes, out: memoryview) -> tuple[BlockMeta, BlockLayout] | None:
+        """Fill `out` with the byte planes of a block, for `tierkv.kernels.planes` to merge. Blocks.
+
+        Returns what they are to merge to: whoever merges them verifies that. None for a block that was stored without
+        planes, and where they do not fit; read it whole then. Raises `NotFound` and `CorruptBlock` as `read_into`.
+        """
+
+        def decode(container: memoryview, meta: BlockMeta) -> tuple[BlockMeta, BlockLayout] | None:
+            info = unpack_planes_into(container, out)
+            return None if info is None else (meta, info.layout)
+
+        return self._read(key, decode)
+
+    def _read(self, key: bytes, decode: Callable[[memoryview, BlockMeta], _T]) -> _T:
+        """Decode a block's container; make sure that one which is damaged is never read again."""
         try:
             with self._table.reading(key) as found:
                 if found is None:
                     self._check_open()
                     raise NotFound("no such block in the cold tier")
                 segment, entry, meta = found
-                if len(out) < meta.length:
-                    raise BodyMismatch(f"a block of {meta.length} bytes does not fit a buffer of {len(out)}")
                 try:
                     with segment.values() as container_at:
-                        _decode(container_at(record.place(entry)[1]), meta, out)
+                        return decode(_known(container_at(record.place(entry)[1]), meta), meta)
                 except (lmdb.Error, Unusable) as error:
                     cause = error.cause if isinstance(error, Unusable) else "segment"
                     raise CorruptBlock(f"a block's segment cannot be read: {error}", cause=cause) from error
@@ -205,7 +228,6 @@ class ColdTier(Tier):
             # `found` is bound here: nothing else in there raises it.
             self._condemn(key, entry, segment.path, error)
             raise
-        return meta
 
     def meta(self, key: bytes) -> BlockMeta | None:
         self._check_open()
@@ -443,10 +465,11 @@ def _portions(
         yield portion
 
 
-def _decode(container: memoryview | None, meta: BlockMeta, out: memoryview) -> None:
+def _known(container: memoryview | None, meta: BlockMeta) -> memoryview:
+    """Return the container that an index record is of. Raises `CorruptBlock`."""
     if container is None:
         raise CorruptBlock("a block has an index record but no bytes", cause="missing")
     info = peek(container)
     if (info.raw_length, info.payload_checksum) != (meta.length, meta.checksum):
         raise CorruptBlock("a stored block is not the one its index record names", cause="index")
-    unpack_into(container, out)
+    return container
