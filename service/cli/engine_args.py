@@ -56,6 +56,7 @@ def _sglang(options: Mapping[str, str]) -> list[str]:
         "module_path": "tierkv.engines.sglang",
         "class_name": "TierKVHiCache",
         "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,  # without it tierkv does not know which page follows which
         **options,
     }
     return [

@@ -121,3 +121,13 @@ def small_cache(tmp_path: Path) -> Iterator[Cache]:
 @pytest.fixture
 def faulty(cache: Cache) -> FaultyCache:
     return FaultyCache(cache)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch on one thread: tiny models gain nothing from more."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

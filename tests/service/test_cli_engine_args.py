@@ -47,6 +47,7 @@ def test_sglang(tierkv: Command) -> None:
         "module_path": "tierkv.engines.sglang",
         "class_name": "TierKVHiCache",
         "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
         "url": "http://127.0.0.1:7000",
         "tenant": "chat",
     }
