@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.service.cli import command
 from tests.sglang.released import (
     LAYERS,
     PAGE,
@@ -26,7 +29,7 @@ from tests.sglang.released import (
 )
 from tests.test_checkpoint import LLAMA
 from tests.test_checkpoint import write as write_checkpoint
-from tierkv.engines.sglang import TierKVHiCache, hicache
+from tierkv.engines.sglang import Options, TierKVHiCache, hicache
 from tierkv.errors import ConfigError, SpecMismatch, TierKVError
 
 Make = Callable[..., TierKVHiCache]
@@ -174,7 +177,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"url": "unix:///run/s"}, {}, "one cache"),
     ({"config": ""}, {}, "one cache"),
     ({"wieghts": "1"}, {}, "did you mean 'weights'"),
-    ({"wait_s": "1s"}, {}, "wait_s"),
+    ({"wait_s": "soon"}, {}, "wait_s"),
     ({"wait_s": -1}, {}, "wait_s"),
     ({"tenant": 3}, {}, "tenant"),
     ({}, {"dcp_size": 2, "is_mla_model": True, "tp_size": 2, "logical_page_size": 8}, "context parallelism"),
@@ -187,6 +190,12 @@ def test_a_wrong_configuration_is_refused_before_anything_is_served(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         make(extra=extra, **config)
+
+
+def test_what_engine_args_prints_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
+    with command(capfd) as tierkv:
+        _, printed, _ = tierkv("engine-args", "sglang", "--url", "unix:///run/s")
+    assert Options.read(json.loads(shlex.split(printed)[-1])).url == "unix:///run/s"
 
 
 def test_pools_that_are_not_plain_kv_are_refused(make: Make) -> None:

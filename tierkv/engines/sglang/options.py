@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +11,24 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 import tierkv
 from tierkv.cache import Cache
 from tierkv.checkpoint import read_checkpoint
+from tierkv.config import Seconds
+from tierkv.engines.options import EngineOptions, read_options
 from tierkv.errors import ConfigError
 
 __all__ = ["Options", "identity_of", "ranks_of"]
 
-_ENGINES_OWN = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+_ENGINES_OWN = frozenset(
+    {"backend_name", "module_path", "class_name", "interface_v1", "hicache_storage_pass_prefix_keys"}
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(EngineOptions):
     """What the extra config says to tierkv.
 
     Attributes
     ----------
-    url, tenant, token
-        The daemon, as in `tierkv.connect`. It may be down, now or later: there are no hits then.
-    config
-        Instead of a daemon: settings, or a file of them, for a cache in this process, as in `tierkv.open`.
-    wait_s
-        Longest wait, in seconds, of one batch of reads for blocks that must be loaded first.
     room_wait_s
         Longest wait, in seconds, of one batch of writes for room.
-    extra_s
-        Longest time, in seconds, that a call may take beyond such waits, whatever the daemon does.
     checkpoint
         Directory (or GGUF file) of the weights that are served: their revision is read from it. Default: the model's
         name, where that is a path.
@@ -46,47 +38,25 @@ class Options:
         ``float8_e4m3`` or ``float8_e5m2`` for fp8 KV, whose pools do not tell them apart.
     """
 
-    url: str = ""
-    tenant: str = ""
-    token: str = ""
-    config: str | Mapping[str, Any] = ""
-    wait_s: float = 5.0
-    room_wait_s: float = 1.0
-    extra_s: float = 1.0
+    wait_s: Seconds = 5.0
+    room_wait_s: Seconds = 1.0
+    extra_s: Seconds = 1.0
     checkpoint: str = ""
     weights: str = ""
     kv_dtype: str = ""
 
     @classmethod
     def read(cls, extra_config: Mapping[str, Any] | None) -> Options:
-        """Take tierkv's part of an extra config. Raises `ConfigError` naming the key."""
+        """Take tierkv's part of an extra config. Raises `ConfigError` naming every fault."""
         values = {name: value for name, value in (extra_config or {}).items() if name not in _ENGINES_OWN}
-        known = {field.name: type(field.default) for field in dataclasses.fields(cls)}
-        for name, value in values.items():
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-                raise ConfigError(f"the extra config has an unknown key {name!r}", remedy=hint)
-            if known[name] is float:
-                good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-            else:
-                good = isinstance(value, str) or (name == "config" and isinstance(value, Mapping))
-            if not good:
-                raise ConfigError(f"{name} in the extra config cannot be {value!r}", remedy="see docs/engines.md")
-        options = cls(**values)
-        if bool(options.url) == bool(options.config):
-            raise ConfigError(
-                "the extra config must name one cache",
-                remedy='set "url" for a daemon, or "config" for a cache in this process',
-            )
-        return options
+        return read_options(cls, values, "the extra config")
 
     def open(self) -> Cache:
         """Connect to the daemon, which need not be there, or open the embedded cache."""
-        if self.config:
+        if not self.url:
             return tierkv.open(self.config, tenant=self.tenant or "default")
         return tierkv.connect(
-            self.url, tenant=self.tenant or None, token=self.token or None, fail_open=True, extra_s=self.extra_s
+            self.url, tenant=self.tenant, token=self.token, ca=self.ca, fail_open=True, extra_s=self.extra_s
         )
 
 
