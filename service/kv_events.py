@@ -1,8 +1,8 @@
 """vLLM's KV events over ZeroMQ: which blocks come and go, for routers that send requests where their prefix is.
 
 The form is that of vLLM's own publisher: topic, sequence number, and a batch of `BlockStored`, `BlockRemoved` and
-`AllBlocksCleared`; what was missed can be asked for again. Blocks are named by their chain hashes, as the engine that
-stored them gave them; storage keys are a tenant's secret and stay inside.
+`AllBlocksCleared`; what was missed can be asked for again. Blocks are named by their chain hashes: an engine's own ones
+as `tierkv.keys.adopt_chain` brings them into the namespace. Storage keys are a tenant's secret and stay inside.
 """
 
 from __future__ import annotations
