@@ -248,6 +248,21 @@ def test_the_engines_speed_is_learned_from_what_it_computes(embedded: EmbeddedCa
     assert serve(embedded, cold_chain(embedded, other, 4, 7), None)[0].reason == "unknown_prefill"
 
 
+def test_blocks_that_were_computed_together_teach_how_long_all_of_them_took(
+    embedded: EmbeddedCache, disk: Disk, clock: Clock
+) -> None:
+    spec = learn(embedded, disk, 1.0)
+    chain = make_chain(spec, 18, 1)
+    with embedded.acquire(chain, compute_s=100.0) as read:
+        assert read.compute is not None
+        for index in range(18):
+            clock.advance(12.0 if index % 6 == 0 else 0.01)
+            store(embedded, spec, head(chain, index + 1), index)
+    choice, hit = serve(embedded, cold_chain(embedded, spec, 4, 2), None)
+    assert (choice.reason, hit) == ("load", 4)
+    assert choice.recompute_s == pytest.approx(4 * 2.0, rel=0.05)
+
+
 def test_blocks_stored_without_a_promise_teach_nothing(embedded: EmbeddedCache, disk: Disk, clock: Clock) -> None:
     spec = learn(embedded, disk, 1.0)
     chain = make_chain(spec, 6, 1)

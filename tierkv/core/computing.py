@@ -19,6 +19,9 @@ from tierkv.core.tenants import Tenant
 
 __all__ = ["Computing"]
 
+BURST = 0.5
+"""Progress within so much of the time that the progress before it took belongs to it."""
+
 
 class Computing:
     """Hands out compute leases and wakes those who wait for what they cover."""
@@ -36,7 +39,7 @@ class Computing:
         """Grant the lease on blocks ``[start, stop)``; what of them somebody else computes stays theirs."""
         now = time.monotonic()
         lease = ComputeRecord(
-            LeaseTable.new_id(), tenant.id, now + ttl_s, ttl_s, chain.info.name, start, stop, {}, {}, now
+            LeaseTable.new_id(), tenant.id, now + ttl_s, ttl_s, chain.info.name, start, stop, {}, {}, now, now
         )
         for index in range(start, stop):
             for group in chain.groups:
@@ -87,6 +90,7 @@ class Computing:
 
     def end(self, lease: ComputeRecord, outcome: str) -> None:
         """End a lease, for whatever reason, and wake everybody who waits for it."""
+        self._learn(lease)
         self._state.leases.remove(lease)
         for key in lease.keys:
             if self._computing.get(key) is lease:
@@ -96,15 +100,28 @@ class Computing:
         for _, done in waiting:
             done.set_result(None)
 
+    def _learn(self, lease: ComputeRecord) -> None:
+        """Take what was published since the last pause for a sample of how fast the engine computes.
+
+        Engines compute many blocks at once and then publish them one by one: the time to compute them is before the
+        first of them, and what passes between them says nothing.
+        """
+        state = self._state
+        info = state.namespaces.get(lease.namespace)
+        if info is not None:
+            tokens = lease.burst_blocks * info.spec.block_tokens
+            state.prefill_rates.learn(lease.namespace, tokens, lease.progressed - lease.burst_since)
+        lease.burst_blocks, lease.burst_since = 0, lease.progressed
+
     def __len__(self) -> int:
         """Blocks that are covered by leases."""
         return len(self._computing)
 
     def _progress(self, lease: ComputeRecord, blocks: int, now: float) -> None:
         state = self._state
-        if blocks:
-            tokens = blocks * state.namespace(lease.namespace).spec.block_tokens
-            state.prefill_rates.learn(lease.namespace, tokens, now - lease.progressed)
+        if now - lease.progressed > BURST * (lease.progressed - lease.burst_since):
+            self._learn(lease)
+        lease.burst_blocks += blocks
         lease.progressed = now
         if not lease.left:
             self.end(lease, "done")

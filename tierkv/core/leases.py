@@ -70,6 +70,8 @@ class ComputeRecord:
         Index -> how many of its blocks (one per KV group) are not published yet; indices that are done are gone.
     progressed
         When it was granted, or last published something.
+    burst_since, burst_blocks
+        When those blocks were begun that were published since the last pause, and how many they are.
     waiting
         Those who wait for a block: its index, and what to complete.
     """
@@ -85,6 +87,8 @@ class ComputeRecord:
     keys: dict[bytes, int]
     left: dict[int, int]
     progressed: float
+    burst_since: float
+    burst_blocks: int = 0
     waiting: list[tuple[int, Future[None]]] = field(default_factory=list)
 
 
