@@ -28,17 +28,44 @@ def replay(
     hot_gbps: Annotated[float, typer.Option(min=0.001, help="Gigabytes per second from the hot tier.")] = 400,
     warm_gbps: Annotated[float, typer.Option(min=0.001, help="The same from the warm tier.")] = 20,
     cold_gbps: Annotated[float, typer.Option(min=0.001, help="The same from the cold tier.")] = 2,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Replay so many machines, in several layouts.")] = None,
+    layout: Annotated[
+        list[str] | None, typer.Option(help="With --nodes: private, routed, shared or both only. May be repeated.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With --nodes: no turns, any node, by this seed.")] = None,
+    spread: Annotated[
+        float | None, typer.Option(min=1, help="routed: pass over nodes above so many mean loads, default 2.")
+    ] = None,
+    shared: Annotated[str | None, typer.Option(help="Shared tier: share of the distinct blocks, default 50%.")] = None,
+    shared_blocks: Annotated[int | None, typer.Option(min=0, help="Its capacity in blocks instead.")] = None,
+    write: Annotated[str | None, typer.Option(help="What goes there: all (default), demotion or hits:N.")] = None,
+    link: Annotated[str | None, typer.Option(help="A node's way there, default 10Gbit.")] = None,
+    latency_ms: Annotated[float | None, typer.Option(min=0, help="Wait for the first byte, default 1.")] = None,
+    block_bytes: Annotated[str | None, typer.Option(help="A block there; default: KV of one, by codec bx1.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Replay a trace of requests: what a policy, or the tiers of a configuration, would have found."""
+    """Replay a trace of requests: what a policy, the tiers of a configuration, or several nodes would have found."""
     from tierkv.replay.command import choose_policy, choose_tiers, run_command
+    from tierkv.replay.costs import Costs
+    from tierkv.replay.layouts_command import Cluster, own_policy, own_tiers, refuse_without_nodes, run_cluster
 
     given = {"protected": protected, "ghost": ghost, "small": small}
     parameters = {name: value for name, value in given.items() if value is not None}
+    unused = (policy, capacity, capacity_blocks, *given.values())
+    bandwidths = {"hot": hot_gbps * 1e9, "warm": warm_gbps * 1e9, "cold": cold_gbps * 1e9}
+    between = (seed, spread, shared, shared_blocks, write, link, latency_ms, block_bytes)
+    if nodes is not None:
+        if config is None:
+            own = own_policy(policy, parameters, capacity, capacity_blocks)
+        else:
+            own = own_tiers(config, unused, bytes_per_token)
+        cluster = Cluster(nodes, tuple(layout or ()), *between)
+        costs = Costs(bytes_per_token, prefill, bandwidths)
+        run_cluster(trace, block_tokens, cluster, own, costs, end_hints=end_hints, as_json=as_json)
+        return
+    refuse_without_nodes((layout, *between))
     if config is None:
         choice = choose_policy(policy, parameters, capacity, capacity_blocks)
     else:
-        bandwidths = {"hot": hot_gbps * 1e9, "warm": warm_gbps * 1e9, "cold": cold_gbps * 1e9}
-        unused = (policy, capacity, capacity_blocks, *given.values())
         choice = choose_tiers(config, unused, bytes_per_token, prefill, bandwidths)
     run_command(trace, block_tokens, choice, end_hints=end_hints, as_json=as_json)

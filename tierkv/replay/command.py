@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,17 @@ from tierkv.replay.run import Outcome, capacity_in_blocks, run_policy, run_tiers
 from tierkv.replay.tiers import MemoryPlan, TierPlan
 from tierkv.replay.trace import Trace, read_trace
 
-__all__ = ["Choice", "choose_policy", "choose_tiers", "run_command", "tier_plan"]
+__all__ = [
+    "Choice",
+    "checked_config",
+    "checked_policy",
+    "choose_policy",
+    "choose_tiers",
+    "policy_label",
+    "progress_bar",
+    "run_command",
+    "tier_plan",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +46,36 @@ def choose_policy(
     policy: str | None, parameters: Mapping[str, float], share: str | None, capacity_blocks: int | None
 ) -> Choice:
     """Choose one cache: `slru` of 5 % of the trace's blocks, where nothing else is said. Raises `ConfigError`."""
-    name = policy or ("slru" if parameters else DEFAULT_POLICY)
-    check_policy(name, parameters)
-    if share is not None and capacity_blocks is not None:
-        raise ConfigError("--capacity and --capacity-blocks exclude each other", remedy="leave one of them out")
+    name = checked_policy(policy, parameters, share, capacity_blocks)
 
     def run(trace: Trace, end_hints: bool, progress: Callable[[int], None]) -> Outcome:
         capacity = capacity_blocks or capacity_in_blocks(trace, share or "5%")
         return run_policy(trace, name, capacity, parameters, end_hints=end_hints, progress=progress)
 
-    return Choice(" ".join([name, *(f"{key}={value:g}" for key, value in parameters.items())]), run)
+    return Choice(policy_label(name, parameters), run)
+
+
+def checked_policy(
+    policy: str | None, parameters: Mapping[str, float], share: str | None, capacity_blocks: int | None
+) -> str:
+    """Return the name of the policy to replay. Raises `ConfigError` for options that cannot be, or not together."""
+    name = policy or ("slru" if parameters else DEFAULT_POLICY)
+    check_policy(name, parameters)
+    if share is not None and capacity_blocks is not None:
+        raise ConfigError("--capacity and --capacity-blocks exclude each other", remedy="leave one of them out")
+    return name
+
+
+def policy_label(name: str, parameters: Mapping[str, float]) -> str:
+    """Name a policy and its parameters for a table."""
+    return " ".join([name, *(f"{key}={value:g}" for key, value in parameters.items())])
 
 
 def choose_tiers(
     config: Path, unused: Iterable[object], bytes_per_token: int, prefill: float, bandwidths: Mapping[str, float]
 ) -> Choice:
     """Choose the tiers of a configuration file. Raises `ConfigError`, also if one of the `unused` options is given."""
-    if any(option is not None for option in unused):
-        raise ConfigError(
-            "a configuration has its own capacities and policies", remedy="leave --config or the other options out"
-        )
-    settings = load_config(config)
+    settings = checked_config(config, unused)
 
     def run(trace: Trace, end_hints: bool, progress: Callable[[int], None]) -> Outcome:
         plan = tier_plan(settings, trace.block_tokens * bytes_per_token)
@@ -63,6 +83,15 @@ def choose_tiers(
         return run_tiers(trace, plan, costs, end_hints=end_hints, progress=progress)
 
     return Choice(config.name, run)
+
+
+def checked_config(config: Path, unused: Iterable[object]) -> Config:
+    """Read a configuration file. Raises `ConfigError`, also if one of the `unused` options is given."""
+    if any(option is not None for option in unused):
+        raise ConfigError(
+            "a configuration has its own capacities and policies", remedy="leave --config or the other options out"
+        )
+    return load_config(config)
 
 
 def tier_plan(config: Config, block_bytes: int) -> TierPlan:
@@ -79,13 +108,20 @@ def tier_plan(config: Config, block_bytes: int) -> TierPlan:
     )
 
 
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """Show on stderr, if that is a terminal, how many of `total` requests are done."""
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("replay", total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
 def run_command(path: Path, block_tokens: int, choice: Choice, *, end_hints: bool, as_json: bool) -> None:
     """Replay the trace and print a table, or one line of JSON. Progress goes to stderr if that is a terminal."""
     trace = read_trace(path, block_tokens)
-    errors = Console(stderr=True)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("replay", total=len(trace.requests))
-        outcome = choice.run(trace, end_hints, lambda done: bar.update(task, completed=done))
+    with progress_bar(len(trace.requests)) as progress:
+        outcome = choice.run(trace, end_hints, progress)
     if as_json:
         sys.stdout.write(json.dumps(outcome.as_json()) + "\n")
     else:

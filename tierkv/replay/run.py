@@ -103,8 +103,11 @@ class Outcome:
         return figures
 
 
-def capacity_in_blocks(trace: Trace, share: str) -> int:
-    """Return so many percent (`5%`) of the trace's distinct blocks, at least one block. Raises `ConfigError`."""
+def capacity_in_blocks(trace: Trace, share: str, instead: str = "--capacity-blocks") -> int:
+    """Return so many percent (`5%`) of the trace's distinct blocks, at least one block.
+
+    Raises `ConfigError`, which names the option to use `instead`.
+    """
     number, sign, rest = share.strip().partition("%")
     try:
         percent = float(number)
@@ -113,7 +116,7 @@ def capacity_in_blocks(trace: Trace, share: str) -> int:
     if sign != "%" or rest or not 0 < percent <= 100:
         raise ConfigError(
             f"{share!r} is not a share of the trace's blocks",
-            remedy="write a percentage, such as 5%, or use --capacity-blocks",
+            remedy=f"write a percentage, such as 5%, or use {instead}",
         )
     return max(1, int(percent * trace.unique_blocks() / 100))
 

@@ -17,7 +17,7 @@ from tierkv.errors import ConfigError
 from tierkv.policy import EvictionPolicy, make_policy
 from tierkv.replay.trace import Request, Trace
 
-__all__ = ["MemoryPlan", "TierHits", "TierPlan", "replay_tiers"]
+__all__ = ["MemoryPlan", "TierHits", "TierPlan", "Tiers", "replay_tiers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,7 @@ def replay_tiers(
 
     Raises `ConfigError` for a tier without room for a block, and for a cold tier smaller than the warm one.
     """
-    for name, capacity in zip(plan.names(), plan.capacities(), strict=True):
-        if capacity < 1:
-            raise ConfigError(f"the {name} tier has no room for a block", remedy="raise its capacity")
-    if 0 < plan.cold < plan.memory[-1].capacity:
-        raise ConfigError("the cold tier is smaller than the warm tier", remedy="raise cold.capacity, or set it to 0")
-    tiers = _Tiers(plan)
+    tiers = Tiers(plan)
     tokens: list[tuple[int, ...]] = []
     for number, request in enumerate(trace.requests):
         if progress is not None and not number % 256:
@@ -139,12 +134,35 @@ class _Memory:
         self.resident.add(block)
 
 
-class _Tiers:
-    """What lies where."""
+class Tiers:
+    """What lies where.
 
-    def __init__(self, plan: TierPlan) -> None:
+    Parameters
+    ----------
+    plan
+        Raises `ConfigError` for one that cannot be.
+    left, written
+        Called with every block that leaves memory, and with every one that is written to the cold tier.
+
+    Attributes
+    ----------
+    holders
+        Blocks of each tier, the fastest first.
+    """
+
+    def __init__(
+        self, plan: TierPlan, left: Callable[[int], None] | None = None, written: Callable[[int], None] | None = None
+    ) -> None:
+        for name, capacity in zip(plan.names(), plan.capacities(), strict=True):
+            if capacity < 1:
+                raise ConfigError(f"the {name} tier has no room for a block", remedy="raise its capacity")
+        if 0 < plan.cold < plan.memory[-1].capacity:
+            raise ConfigError(
+                "the cold tier is smaller than the warm tier", remedy="raise cold.capacity, or set it to 0"
+            )
         self.memory = [_Memory(memory) for memory in plan.memory]
         self.cold_writes = 0
+        self._left, self._written = left, written
         self._above = self.memory[:-1]
         self._warm = self.memory[-1]
         self._cold: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -156,6 +174,7 @@ class _Tiers:
             self.holders.append(self._cold)
 
     def use(self, block: int) -> None:
+        """Take note that a request used a block: it is, or is put, in every memory tier."""
         for memory in self._above:
             if block in memory.resident:
                 memory.policy.touch(block)
@@ -168,9 +187,12 @@ class _Tiers:
             self._warm.policy.touch(block)
             return
         victim = self._warm.make_room()
-        if victim is not None and victim in self._dirty:
-            del self._dirty[victim]
-            self._write(victim)
+        if victim is not None:
+            if self._left is not None:
+                self._left(victim)
+            if victim in self._dirty:
+                del self._dirty[victim]
+                self._write(victim)
         self._warm.insert(block)
         if self._cold_capacity and block not in self._cold:
             self._dirty[block] = None
@@ -183,6 +205,8 @@ class _Tiers:
 
     def _write(self, block: int) -> None:
         self.cold_writes += 1
+        if self._written is not None:
+            self._written(block)
         self._cold[block] = None
         if len(self._cold) > self._cold_capacity:
             lost, _ = self._cold.popitem(last=False)
