@@ -22,9 +22,10 @@ from tierkv.storage.codecs import Codec, codec_by_id, codec_by_name
 from tierkv.storage.codecs.base import Buffer, Bytes, Unsuitable, as_bytes
 from tierkv.storage.codecs.bx1 import Bx1
 from tierkv.storage.codecs.plane import scratch
+from tierkv.storage.codecs.raw import Raw
 from tierkv.storage.tier import checksum
 
-__all__ = ["ContainerInfo", "pack", "peek", "unpack_into", "unpack_planes_into"]
+__all__ = ["ContainerInfo", "pack", "pack_parts", "peek", "unpack_into", "unpack_planes_into", "verify_sections"]
 
 MAGIC = b"TKVC"
 VERSION = 1
@@ -108,14 +109,7 @@ def pack(payload: Buffer, layout: BlockLayout | None, codec: str, payload_checks
     ConfigError
         `codec` is unknown.
     """
-    chosen = codec_by_name(codec)
-    data = as_bytes(payload)
-    layout = layout or BlockLayout.opaque(data.size)
-    _check_layout(layout)
-    if layout.nbytes != data.size:
-        raise BodyMismatch(f"a payload of {data.size} bytes does not fill a layout of {layout.nbytes}")
-    _check_payload(payload, payload_checksum)
-    chosen, sections = _encode(chosen, payload, layout)
+    chosen, layout, sections = _coded(payload, layout, codec, payload_checksum)
     table = [(section.size, checksum(section.data)) for section in sections]
     start = at = _header_length(len(layout.shape), len(sections))
     container = np.empty(start + sum(section.size for section in sections), np.uint8)
@@ -129,6 +123,21 @@ def pack(payload: Buffer, layout: BlockLayout | None, codec: str, payload_checks
         payload_checksum = _decoded_checksum(chosen, container[start:].data, table, layout)
     container[:start] = as_bytes(_header(chosen.id, layout, payload_checksum, table))
     return container.data
+
+
+def pack_parts(payload: Buffer, layout: BlockLayout | None, codec: str, payload_checksum: int) -> list[memoryview]:
+    """As `pack`, but in parts that make the container when joined: who joins more to them copies bytes once. Blocks.
+
+    The first part is all of the header at least. Parts may be views of `payload`, and of memory that the calling thread
+    uses again when it packs the next block.
+    """
+    if codec_by_name(codec).lossy:
+        return [pack(payload, layout, codec, payload_checksum)]
+    chosen, layout, sections = _coded(payload, layout, codec, payload_checksum)
+    # The one section of a raw block is the payload, whose checksum was verified this moment.
+    is_payload = isinstance(chosen, Raw)
+    table = [(section.size, payload_checksum if is_payload else checksum(section.data)) for section in sections]
+    return [memoryview(_header(chosen.id, layout, payload_checksum, table)), *(section.data for section in sections)]
 
 
 def unpack_into(container: Buffer, out: memoryview) -> int:
@@ -147,16 +156,7 @@ def unpack_into(container: Buffer, out: memoryview) -> int:
     container = memoryview(container)
     header = _parse(container)
     info = header.info
-    if len(container) < info.container_length:
-        raise CorruptBlock(
-            f"a container of {info.container_length} bytes ends after {len(container)}",
-            cause="truncated",
-            remedy=_REMEDY,
-        )
-    if len(container) > info.container_length:
-        raise CorruptBlock(
-            f"{len(container) - info.container_length} bytes follow a container", cause="header", remedy=_REMEDY
-        )
+    _check_length(container, info)
     if len(out) < info.raw_length:
         raise BodyMismatch(f"a block of {info.raw_length} bytes does not fit a buffer of {len(out)}")
     target = out[: info.raw_length]
@@ -187,6 +187,33 @@ def peek(container: Buffer) -> ContainerInfo:
     return _parse(memoryview(container)).info
 
 
+def verify_sections(container: Buffer) -> ContainerInfo:
+    """Verify all of a container that can be without decoding it: its header, its length and its sections. Blocks.
+
+    Raises `CorruptBlock` as `unpack_into`.
+    """
+    view = memoryview(container)
+    header = _parse(view)
+    _check_length(view, header.info)
+    for section, (_, announced) in zip(_sections(view[header.length :], header.sections), header.sections, strict=True):
+        if checksum(section) != announced:
+            raise CorruptBlock("a section of a container does not match its checksum", remedy=_REMEDY)
+    return header.info
+
+
+def _check_length(container: memoryview, info: ContainerInfo) -> None:
+    if len(container) < info.container_length:
+        raise CorruptBlock(
+            f"a container of {info.container_length} bytes ends after {len(container)}",
+            cause="truncated",
+            remedy=_REMEDY,
+        )
+    if len(container) > info.container_length:
+        raise CorruptBlock(
+            f"{len(container) - info.container_length} bytes follow a container", cause="header", remedy=_REMEDY
+        )
+
+
 def _check_payload(payload: Buffer, announced: int) -> None:
     if checksum(payload) != announced:
         raise ChecksumMismatch("a block about to be stored does not match its checksum", remedy=_REMEDY)
@@ -204,6 +231,21 @@ def _check_layout(layout: BlockLayout) -> None:
             f"not a block layout: {layout}",
             remedy=f"dtype is one of {', '.join(DTYPE_IDS)}, token_axis an index of shape",
         )
+
+
+def _coded(
+    payload: Buffer, layout: BlockLayout | None, codec: str, payload_checksum: int
+) -> tuple[Codec, BlockLayout, list[Bytes]]:
+    """Return the codec that took a verified block, the block's layout, and what the codec made of it."""
+    chosen = codec_by_name(codec)
+    data = as_bytes(payload)
+    layout = layout or BlockLayout.opaque(data.size)
+    _check_layout(layout)
+    if layout.nbytes != data.size:
+        raise BodyMismatch(f"a payload of {data.size} bytes does not fill a layout of {layout.nbytes}")
+    _check_payload(payload, payload_checksum)
+    chosen, sections = _encode(chosen, payload, layout)
+    return chosen, layout, sections
 
 
 def _encode(codec: Codec, payload: Buffer, layout: BlockLayout) -> tuple[Codec, list[Bytes]]:

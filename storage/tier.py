@@ -31,6 +31,7 @@ __all__ = [
     "Slot",
     "SlotTier",
     "SupportsBatches",
+    "SupportsContainers",
     "SupportsQuotas",
     "SupportsRecency",
     "Tier",
@@ -212,6 +213,17 @@ class SupportsQuotas(Protocol):
 
         They are reported like blocks evicted to make room, and stay away as those that were deleted do. Raises
         `InvalidRequest` for less than 0 bytes.
+        """
+
+
+@runtime_checkable
+class SupportsContainers(Protocol):
+    """A tier that stores blocks coded, and gives them away as they are."""
+
+    def read_container(self, key: bytes) -> tuple[Buffer, BlockMeta]:
+        """Return a block's container (see `tierkv.storage.container`), the caller's to keep, and its meta. Blocks.
+
+        Raises as `Tier.read_into`; what the container decodes to is for its reader to verify.
         """
 
 

@@ -195,6 +195,7 @@ def error_classes() -> dict[str, type[TierKVError]]:
     todo: list[type[TierKVError]] = [TierKVError]
     while todo:
         cls = todo.pop()
-        found[cls.slug] = cls
+        if "slug" in vars(cls):  # others are their parent to everybody outside
+            found[cls.slug] = cls
         todo.extend(cls.__subclasses__())
     return found

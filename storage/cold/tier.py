@@ -38,7 +38,7 @@ from tierkv.storage.cold.pool import SegmentPool
 from tierkv.storage.cold.segment import Segment
 from tierkv.storage.cold.table import BlockTable
 from tierkv.storage.cold.writer import SegmentWriter, Write
-from tierkv.storage.container import pack, peek, unpack_into, unpack_planes_into
+from tierkv.storage.container import pack, peek, unpack_into, unpack_planes_into, verify_sections
 from tierkv.storage.tier import BlockMeta, Buffer, Tier, TierUsage
 
 __all__ = ["ColdTier", "SegmentInfo", "SyncLevel"]
@@ -209,6 +209,19 @@ class ColdTier(Tier):
             return None if info is None else (meta, info.layout)
 
         return self._read(key, decode)
+
+    def read_container(self, key: bytes) -> tuple[bytes, BlockMeta]:
+        """Return a copy of a block's container, verified short of decoding it, and its meta. Blocks.
+
+        Raises `NotFound` and `CorruptBlock` as `read_into`.
+        """
+
+        def copy(container: memoryview, meta: BlockMeta) -> tuple[bytes, BlockMeta]:
+            copied = bytes(container)
+            verify_sections(copied)
+            return copied, meta
+
+        return self._read(key, copy)
 
     def _read(self, key: bytes, decode: Callable[[memoryview, BlockMeta], _T]) -> _T:
         """Decode a block's container; make sure that one which is damaged is never read again."""

@@ -1,0 +1,94 @@
+"""A server process: started, waited for, stopped and killed by its own id."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+__all__ = ["ServerProcess", "free_port", "program", "wait_until"]
+
+_PATIENCE_S = 60.0
+
+
+def program(name: str) -> str | None:
+    """Return the path of a server program, beside this Python or on the PATH; None where there is none."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def free_port() -> int:
+    """Return a port that is free now, and the port 10,000 above it too: servers take that for their own talk."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            if port > 55_000:
+                continue
+            with contextlib.suppress(OSError):
+                second.bind(("127.0.0.1", port + 10_000))
+                return port
+
+
+def wait_until(ready: Callable[[], bool], what: str, patience_s: float = _PATIENCE_S) -> None:
+    """Ask again and again until it is so; fail when it takes too long."""
+    deadline = time.monotonic() + patience_s
+    while not ready():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} is not ready after {patience_s} s")
+        time.sleep(0.02)
+
+
+class ServerProcess:
+    """One server. What it says goes to a file in its directory."""
+
+    def __init__(self, command: Sequence[str], directory: Path, *, log: str) -> None:
+        self.command = list(command)
+        self.directory = directory
+        self.log = directory / log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command, cwd=self.directory, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait()
+
+    def stop(self) -> None:
+        """End it, gently if that works."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
