@@ -1,0 +1,1 @@
+"""Rewriting a log so that its prompts share what they can."""

@@ -1,0 +1,1 @@
+"""Logs of requests, in the formats they come in."""

@@ -1,0 +1,1 @@
+"""Prompts as text: rendered from requests, cut into pieces that mean something, and turned into tokens."""
