@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from tierkv.errors import StorageError
+from tierkv.insight.usage import Usage
 from tierkv.service.demo.report import Report, RequestReport, print_report, write_json
 
 pytest.importorskip("transformers")
@@ -40,6 +41,7 @@ def generation(reused: dict[str, int], ttft_s: float, **changes: Any) -> Any:
         load_s=0.0,
         total_s=2 * ttft_s,
         errors=(),
+        usage=Usage(1000, 2, total),
     )
     return replace(made, **changes)
 

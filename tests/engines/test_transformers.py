@@ -103,6 +103,20 @@ def test_a_reused_prefix_gives_the_same_tokens(llama: Any, cache: Cache) -> None
     assert leases(cache) == 0
 
 
+def test_the_receipt_adds_up(llama: Any, cache: Cache) -> None:
+    tokens = prompt(150, seed=9)
+    cold, warm = run(llama, cache, tokens), run(llama, cache, tokens)
+    told = cold.usage.to_anthropic()
+    assert (told["cache_read_input_tokens"], told["cache_creation_input_tokens"], told["input_tokens"]) == (0, 144, 6)
+    assert told["output_tokens"] == len(cold.tokens)
+    assert warm.usage.to_openai()["prompt_tokens_details"] == {"cached_tokens": 144}
+    assert (warm.usage.created_tokens, warm.usage.cached_tokens_by_tier) == (0, {"warm": 144})
+    turn = [*tokens, *warm.tokens, *prompt(40, seed=3)]
+    usage = run(llama, cache, turn, store_generated=True).usage
+    stored = len(turn) // BLOCK * BLOCK
+    assert usage.cached_tokens + usage.created_tokens == stored, "and not the answer's blocks, which are stored, too"
+
+
 def test_logits_after_a_loaded_prefix_are_identical_to_the_bit(llama: Any, cache: Cache) -> None:
     model, spec = llama
     tokens = prompt(4 * BLOCK)

@@ -25,6 +25,10 @@ class Server:
         self._port = port
         self._log = log
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
     def request(self, method: str, path: str, message: Mapping[str, Any] | None = None) -> bytes:
         """Raises `AssertionError` for any other status than 200, and `OSError` where nobody listens."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +17,12 @@ from tierkv.engines.transformers.loading import join_rows
 from tierkv.engines.transformers.reuse import Prefix, Request, reuse
 from tierkv.engines.transformers.storing import BlockWriter
 from tierkv.errors import InvalidRequest
+from tierkv.insight.audit.served import Served
+from tierkv.insight.usage import Usage, created_tokens_of
 from tierkv.spec import KVSpec
+
+if TYPE_CHECKING:
+    from tierkv.insight.audit.transformers import Auditor
 
 __all__ = ["Generation", "generate", "generate_batch"]
 
@@ -48,6 +54,8 @@ class Generation:
         Seconds from the call to its return.
     errors
         `TierKVError.slug` of each cache failure that was treated as a miss or as not stored.
+    usage
+        The same in the words of engines and providers.
     """
 
     tokens: tuple[int, ...]
@@ -61,6 +69,7 @@ class Generation:
     load_s: float
     total_s: float
     errors: tuple[str, ...]
+    usage: Usage
 
 
 def generate(
@@ -76,6 +85,7 @@ def generate(
     store_generated: bool = True,
     extra_keys: ExtraKeys | None = None,
     session: str = "",
+    audit: Auditor | None = None,
 ) -> Generation:
     """Continue a prompt greedily, reusing and storing its KV.
 
@@ -103,6 +113,8 @@ def generate(
         As in `tierkv.keys.chain_hashes`.
     session
         As in `Cache.acquire`.
+    audit
+        Who may compute a hit again and compare, once it has been answered: `tierkv.insight.audit.transformers.Auditor`.
 
     Notes
     -----
@@ -121,6 +133,7 @@ def generate(
         store_generated=store_generated,
         extra_keys=[extra_keys],
         sessions=[session],
+        audit=audit,
     )[0]
 
 
@@ -138,6 +151,7 @@ def generate_batch(
     store_generated: bool = True,
     extra_keys: Sequence[ExtraKeys | None] | None = None,
     sessions: Sequence[str] | None = None,
+    audit: Auditor | None = None,
 ) -> tuple[Generation, ...]:
     """Continue several prompts of any lengths greedily, each with what the cache has of it.
 
@@ -172,6 +186,9 @@ def generate_batch(
     keys, names = extra_keys or [None] * len(prompts), sessions or [""] * len(prompts)
     with ExitStack() as stack:
         rows: list[_Row] = []
+        audits_pause = stack.enter_context(ExitStack())
+        if audit is not None:
+            audits_pause.enter_context(audit.paused())
         for tokens, own_keys, session in zip(prompts, keys, names, strict=True):
             if rows:
                 rows[-1].writer.settle()  # what the next prompt shares with this one is there when it asks
@@ -189,12 +206,16 @@ def generate_batch(
             row.prefill(forward, chunk_tokens, spec.block_tokens, model.device)
             row.ttft_s = time.perf_counter() - started
             rows.append(row)
+        audits_pause.close()
         _decode(model, forward, rows, max_new_tokens)
         if store_generated:
             for row in rows:
                 row.store_answer(spec.block_tokens)
     total_s = time.perf_counter() - started
-    return tuple(row.generation(total_s) for row in rows)
+    if audit is not None:
+        for row, own_keys in zip(rows, keys, strict=True):
+            audit.offer(row.served(model, spec, own_keys, chunk_tokens, steady=not store_generated))
+    return tuple(row.generation(spec.block_tokens, total_s) for row in rows)
 
 
 class _Row:
@@ -206,6 +227,7 @@ class _Row:
         self.answer: list[int] = []
         self.ttft_s = 0.0
         self._tokens = tokens
+        self._logits = torch.empty(0)
         self.found = found
 
     def prefill(self, forward: Forward, chunk_tokens: int, block_tokens: int, device: torch.device) -> None:
@@ -219,7 +241,8 @@ class _Row:
             position = stop
             self.writer.advance(position)
         self.writer.end_prompt()
-        self.answer = [int(logits[0].argmax())]
+        self._logits = logits[0]
+        self.answer = [int(self._logits.argmax())]
 
     def store_answer(self, block_tokens: int) -> None:
         """Publish the full blocks that reach into the answer, whose last token has no KV yet."""
@@ -228,20 +251,47 @@ class _Row:
         self.writer.begin(known, start, self.found.past, row=self.number, padding=self.padding)
         self.writer.advance(len(known))
 
-    def generation(self, total_s: float) -> Generation:
-        found, prompt_tokens = self.found, len(self._tokens)
+    def served(
+        self, model: PreTrainedModel, spec: KVSpec, extra_keys: ExtraKeys | None, chunk_tokens: int, *, steady: bool
+    ) -> Served:
+        """Return what an auditor needs. The KV in it is this row's own memory, which nobody writes to any more."""
+        return Served(
+            model=model,
+            spec=spec,
+            tokens=self._tokens,
+            extra_keys=extra_keys,
+            reused_tokens=self.found.tokens,
+            chunk_tokens=chunk_tokens,
+            steady=steady,
+            past=self.found.past,
+            row=self.number,
+            padding=self.padding,
+            logits=self._logits,
+        )
+
+    def generation(self, block_tokens: int, total_s: float) -> Generation:
+        found, prompt_tokens, stored = self.found, len(self._tokens), self.writer.stored
+        usage = Usage(
+            prompt_tokens,
+            len(self.answer),
+            found.tokens,
+            created_tokens_of(stored, prompt_tokens, block_tokens),
+            found.tokens_by_tier,
+            found.saved_s,
+        )
         return Generation(
             tokens=tuple(self.answer),
             prompt_tokens=prompt_tokens,
             reused_tokens=found.tokens,
             prefilled_tokens=prompt_tokens - found.tokens,
             tokens_by_tier=found.tokens_by_tier,
-            stored_blocks=self.writer.stored,
+            stored_blocks=len(stored),
             ttft_s=self.ttft_s,
             wait_s=found.wait_s,
             load_s=found.load_s,
             total_s=total_s,
             errors=(*found.errors, *self.writer.errors),
+            usage=usage,
         )
 
 

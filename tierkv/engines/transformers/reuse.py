@@ -38,6 +38,7 @@ class Prefix:
     past: DynamicCache
     tokens: int = 0
     tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
+    saved_s: float = 0.0
     wait_s: float = 0.0
     load_s: float = 0.0
     compute: ComputeLease | None = None
@@ -86,6 +87,7 @@ def _load(model: PreTrainedModel, cache: Cache, spec: KVSpec, request: Request, 
             past=past,
             tokens=tokens,
             tokens_by_tier=dict(lease.tokens_by_tier) if tokens else {},
+            saved_s=lease.saved_s,
             wait_s=lease.waited_s,
             load_s=time.perf_counter() - begun,
             compute=lease.compute,

@@ -65,6 +65,11 @@ def store_block(
 class BlockWriter:
     """Publishes the blocks of one growing row in order, on its own thread, until the first failure.
 
+    Attributes
+    ----------
+    stored, errors
+        Indices of the blocks it has published, and the slug of each failure; final once it has ended.
+
     Parameters
     ----------
     cache
@@ -97,7 +102,7 @@ class BlockWriter:
         self._lease: WriteLease | None = None
         self._todo: list[int] = []
         self._futures: list[Future[None]] = []
-        self.stored = 0
+        self.stored: list[int] = []
         self.errors: list[str] = []
 
     def __enter__(self) -> Self:
@@ -174,7 +179,7 @@ class BlockWriter:
         for index in ready:
             store_block(self._spec, past, self._lease, index, row=row, padding=padding)
             self._todo.remove(index)
-            self.stored += 1
+            self.stored.append(index)
 
     def _fail(self, error: TierKVError) -> None:
         self.errors.append(error.slug)
