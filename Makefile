@@ -21,7 +21,7 @@ else
 ACCELERATOR := torch==2.13.0 'triton>=3.5'
 endif
 
-.PHONY: help demo test test-vllm test-sglang pictures torture state-machine check lint format typecheck clean
+.PHONY: help demo test test-cluster test-vllm test-sglang pictures torture state-machine check lint format typecheck clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -30,7 +30,10 @@ demo: $(READY) ## run a small model with and without the cache
 	$(BIN)/tierkv demo
 
 test: $(READY) ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/cluster
+
+test-cluster: $(READY) ## daemons that share blocks, while servers and the network fail (needs root and redis-server)
+	$(BIN)/python -m pytest tests/cluster
 
 test-vllm: $(VLLM_READY) ## run a real vLLM on the CPU with the cache (builds 4 GB of .venv-vllm)
 	$(VLLM_BIN)/python -m pytest tests/vllm

@@ -97,8 +97,8 @@ class AsyncCache:
     async def register(self, spec: KVSpec) -> str:
         return await self._pools.run(partial(self._cache.register, spec))
 
-    async def lookup(self, chain: Chain) -> Hit:
-        return await self._pools.run(partial(self._cache.lookup, chain))
+    async def lookup(self, chain: Chain, *, wait_s: float = 0.0) -> Hit:
+        return await self._pools.run(partial(self._cache.lookup, chain, wait_s=wait_s))
 
     async def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> AsyncTicket:
         work = partial(self._cache.prefetch, chain, deadline_s=deadline_s)
@@ -115,6 +115,7 @@ class AsyncCache:
         prefill_tokens_per_s: float | None = None,
         session: str = "",
         groups: tuple[int, ...] | None = None,
+        handoff: bool = False,
     ) -> AsyncReadLease:
         """As `Cache.acquire`. Where blocks travel as HTTP bodies, they have arrived when this returns."""
 
@@ -128,6 +129,7 @@ class AsyncCache:
                 prefill_tokens_per_s=prefill_tokens_per_s,
                 session=session,
                 groups=groups,
+                handoff=handoff,
             )
             try:
                 for ref in lease.blocks[:1]:

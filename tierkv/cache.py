@@ -367,8 +367,8 @@ class Cache(ABC):
         """Make a namespace known and return its name. Idempotent. Needed once per process before other calls."""
 
     @abstractmethod
-    def lookup(self, chain: Chain) -> Hit:
-        """Find the longest published prefix. No side effects, no waiting, no touch of policy."""
+    def lookup(self, chain: Chain, *, wait_s: float = 0.0) -> Hit:
+        """Find the longest published prefix; ask other machines for `wait_s` seconds at most. No touch of policy."""
 
     @abstractmethod
     def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> Ticket:
@@ -390,6 +390,7 @@ class Cache(ABC):
         prefill_tokens_per_s: float | None = None,
         session: str = "",
         groups: tuple[int, ...] | None = None,
+        handoff: bool = False,
     ) -> ReadLease:
         """Pin the longest published prefix in memory.
 
@@ -403,9 +404,8 @@ class Cache(ABC):
         max_blocks
             Pin at most this many blocks (an engine must compute at least one token itself).
         compute_s
-            Take part in computing common prompts once: either wait for the request that computes what is missing, or,
-            if there is none, get a `ComputeLease` that lasts for so many seconds from commit to commit. 0: compute
-            without asking.
+            Compute common prompts once: either wait for the request that computes what is missing, or, if there is
+            none, get a `ComputeLease` that lasts for so many seconds from commit to commit. 0: compute unasked.
         prefill_tokens_per_s
             How fast the engine computes: no more is loaded than pays. None: what was learned from commits under compute
             leases of the namespace, and everything while nothing was.
@@ -413,6 +413,8 @@ class Cache(ABC):
             The conversation this request belongs to, for `end_session` and `pause_session`. At most 128 characters.
         groups
             Pin only these KV groups; None: all.
+        handoff
+            Another engine prefills this prompt, here or on a machine that shares blocks: wait for what it publishes.
         """
 
     @abstractmethod
@@ -421,7 +423,6 @@ class Cache(ABC):
 
         A block of the warm tier that this process has mapped is found, copied and verified without asking anybody. Any
         other, and any doubt, takes the way of `acquire` with `wait_s`. False leaves garbage in `out`.
-
         Raises `BodyMismatch` when the block does not fit, `InvalidRequest` for an index outside the chain, and what
         `acquire` raises.
         """

@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    StrictBool,
     ValidationError,
     model_validator,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "ColdConfig",
     "Config",
     "HotConfig",
+    "InsightConfig",
     "KVEventsConfig",
     "LimitsConfig",
     "LogConfig",
@@ -53,6 +55,8 @@ _HOST_NAME = re.compile(r"[0-9A-Za-z._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
 _LARGEST = 1 << 50
 _LARGEST_MEMORY = 16 << 40
 _ENDPOINT = re.compile(r"tcp://(\*|[0-9A-Za-z._-]+|\[[0-9A-Fa-f:]+\]):\d{1,5}|ipc://(?P<path>/.+)")
+_SHARED_URL = re.compile(r"(valkeys?|rediss?|s3|gs|az)://(?P<place>[^\s]+)")
+_PEER = re.compile(r"https?://(\[[0-9A-Fa-f:]+\]|[0-9A-Za-z._-]+)(:\d{1,5})?/?")
 _SOCKET_BYTES = 107  # sun_path of Linux, less its closing NUL
 
 
@@ -150,9 +154,33 @@ def _endpoint(value: object) -> object:
     return value
 
 
+def _shared_url(value: object) -> object:
+    match = _SHARED_URL.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        # Not shown: whatever it is, it may hold a password.
+        raise ValueError(
+            "not the address of a storage engine; write valkey://host:6379, valkeys://host:6379 (TLS) or s3://bucket/path"
+        )
+    if "@" in match["place"]:
+        raise ValueError("neither user nor password belongs into it; use the settings user and password_file")
+    return value
+
+
+def _peer(value: object) -> object:
+    if not isinstance(value, str) or not _PEER.fullmatch(value):
+        raise ValueError("not the address of a daemon; write http://host:7437, or https://")
+    return value.rstrip("/")
+
+
 def _weight(value: object) -> object:
     if not _number(value):
         raise ValueError("not a number; write a weight such as 2")
+    return value
+
+
+def _price(value: object) -> object:
+    if not _number(value):
+        raise ValueError("not a number; write a price such as 2.5")
     return value
 
 
@@ -293,6 +321,60 @@ class KVEventsConfig(_Model):
         return self
 
 
+class SharedConfig(_Model):
+    """A storage engine that several daemons share blocks through; without `url` there is none.
+
+    `write`: which blocks are offered to the others. `all`: every block as soon as it is published; `demotion`: those
+    that reach the cold tier; `hits`: those that were used so many times.
+    """
+
+    url: Annotated[str, BeforeValidator(_shared_url)] | None = None
+    user: str | None = None
+    password_file: FilePath | None = None
+    ca_file: FilePath | None = None
+    options: dict[str, str] | None = None
+    write: Literal["all", "demotion", "hits"] = "all"
+    hits: Annotated[Count, Field(ge=1, le=1000)] = 2
+    write_rate: Annotated[Size, Field(ge=1 << 20)] | None = None
+    in_flight: Annotated[Count, Field(ge=1, le=256)] = 8
+    probe_timeout: Seconds = 0.2
+    transfer_timeout: Seconds = 5.0
+    hedge: Seconds | None = None
+    sync: Seconds = 2.0
+
+
+class ClusterConfig(_Model):
+    """Who this daemon is among others, and where they are, for questions that are put to all of them."""
+
+    node: Name | None = None
+    peers: tuple[Annotated[str, BeforeValidator(_peer)], ...] = ()
+
+
+class InsightConfig(_Model):
+    """Why prompts are not cached: `GET /v1/insight`.
+
+    `sample`: share of the requests whose causes are looked at. `templates`: how many are listed. `labels`: names for
+    them, by id. `text`: keep token ids of prompts that are sent as such. A price per million tokens, or per hour of a
+    GPU, says what is lost in money. `trace`: directory of a recording of the traffic; None: there is none.
+    """
+
+    enabled: StrictBool = True
+    sample: Annotated[float, BeforeValidator(_share), Field(gt=0, le=1)] = 1.0
+    templates: Annotated[Count, Field(ge=1, le=1000)] = 32
+    labels: dict[str, str] | None = None
+    text: StrictBool = False
+    price_per_million_tokens: Annotated[float, BeforeValidator(_price), Field(gt=0, allow_inf_nan=False)] | None = None
+    price_per_gpu_hour: Annotated[float, BeforeValidator(_price), Field(gt=0, allow_inf_nan=False)] | None = None
+    trace: FilePath | None = None
+    trace_size: Annotated[Size, Field(ge=1 << 20)] = ByteSize(256 << 20)
+
+    @model_validator(mode="after")
+    def _one_price(self) -> Self:
+        if self.price_per_million_tokens is not None and self.price_per_gpu_hour is not None:
+            raise ValueError("there are two prices; set price_per_million_tokens or price_per_gpu_hour, not both")
+        return self
+
+
 class LogConfig(_Model):
     """What the daemon writes to standard error: `text` is logfmt, `json` one object a line."""
 
@@ -304,6 +386,7 @@ class Config(_Model):
     """Everything a cache or daemon needs to know. Documented in configs/default.yaml."""
 
     state_dir: FilePath | None = None
+    secret: FilePath | None = None
     socket: Annotated[FilePath, AfterValidator(_socket)] | None = None
     host: Annotated[str, BeforeValidator(_host)] = "127.0.0.1"
     port: Annotated[Count, Field(ge=0, le=65535)] | None = None
@@ -312,9 +395,12 @@ class Config(_Model):
     hot: Annotated[HotConfig, BeforeValidator(_section)] = HotConfig()
     warm: Annotated[WarmConfig, BeforeValidator(_section)] = WarmConfig()
     cold: Annotated[ColdConfig, BeforeValidator(_section)] = ColdConfig()
+    shared: Annotated[SharedConfig, BeforeValidator(_section)] = SharedConfig()
+    cluster: Annotated[ClusterConfig, BeforeValidator(_section)] = ClusterConfig()
     tenants: Annotated[dict[Name, Annotated[TenantConfig, BeforeValidator(_section)]], BeforeValidator(_section)] = {}
     limits: Annotated[LimitsConfig, BeforeValidator(_section)] = LimitsConfig()
     kv_events: Annotated[KVEventsConfig, BeforeValidator(_section)] = KVEventsConfig()
+    insight: Annotated[InsightConfig, BeforeValidator(_section)] = InsightConfig()
     log: Annotated[LogConfig, BeforeValidator(_section)] = LogConfig()
     auth: Annotated[AuthConfig, BeforeValidator(_section)] = AuthConfig()
     tls: Annotated[TLSConfig, BeforeValidator(_section)] = TLSConfig()

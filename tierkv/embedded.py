@@ -64,8 +64,8 @@ class EmbeddedCache(Cache):
     def register(self, spec: KVSpec) -> str:
         return self.engine.register(spec).name
 
-    def lookup(self, chain: Chain) -> Hit:
-        return self.engine.reader.lookup(self._tenant, chain.namespace, chain.hashes)
+    def lookup(self, chain: Chain, *, wait_s: float = 0.0) -> Hit:
+        return run(self.engine.reader.find(self._tenant, chain.namespace, chain.hashes, wait_s))
 
     def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> Ticket:
         ticket = self.engine.prefetcher.start(self._tenant, chain.namespace, chain.hashes, deadline_s)
@@ -82,8 +82,9 @@ class EmbeddedCache(Cache):
         prefill_tokens_per_s: float | None = None,
         session: str = "",
         groups: tuple[int, ...] | None = None,
+        handoff: bool = False,
     ) -> LeasedReader:
-        terms = Terms(self._read, wait_s, ttl_s, max_blocks, compute_s, prefill_tokens_per_s, session, groups)
+        terms = Terms(self._read, wait_s, ttl_s, max_blocks, compute_s, prefill_tokens_per_s, session, groups, handoff)
         acquired = run(self.engine.reader.acquire(self._tenant, chain.namespace, chain.hashes, terms))
         grant = acquired.compute
         return LeasedReader(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from tierkv.config import Config
 from tierkv.core.build import check_tiers
 from tierkv.errors import ConfigError
-from tierkv.service.doctor import addresses, disk, memory, software
+from tierkv.service.doctor import addresses, cluster, disk, memory, software
 from tierkv.service.doctor.finding import Finding, exit_code, fail, ok
 
 __all__ = ["Finding", "examine", "exit_code"]
@@ -21,6 +21,7 @@ def examine(config: Config) -> list[Finding]:
         memory.check,
         disk.check,
         addresses.check,
+        cluster.check,
     )
     return [finding for check in checks for finding in check(config)]
 

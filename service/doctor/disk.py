@@ -12,6 +12,7 @@ from pathlib import Path
 from tierkv.config import Config
 from tierkv.core.build import cold_path, read_secret
 from tierkv.errors import NotFound, StoreInUse, TierKVError
+from tierkv.service.cluster.signing import secret_fingerprint
 from tierkv.service.doctor.finding import Finding, fail, ok, warn
 from tierkv.service.doctor.mounts import file_system
 from tierkv.service.status import in_units
@@ -31,6 +32,7 @@ def check(config: Config) -> Iterator[Finding]:
         yield warn("state", "there is no state_dir: nothing survives a restart", "set state_dir")
     else:
         yield from _state(config.state_dir)
+    yield from _secret(config)
     if not config.cold.capacity:
         yield ok("cold", "no cold tier is configured")
         return
@@ -51,14 +53,24 @@ def _state(path: Path) -> Iterator[Finding]:
         yield warn("state", f"{path} is open to other users", f"chmod 700 {path}")
     else:
         yield ok("state", f"{path}")
-    secret = path / "secret"
-    if os.access(path, os.X_OK) and secret.exists():
-        try:
-            read_secret(secret)
-        except TierKVError as error:
-            yield fail("secret", error.message, error.remedy)
-        else:
-            yield ok("secret", "whole, and for its owner only")
+
+
+def _secret(config: Config) -> Iterator[Finding]:
+    if config.secret is not None:
+        path = config.secret
+    elif config.state_dir is not None and os.access(config.state_dir, os.X_OK):
+        path = config.state_dir / "secret"
+        if not path.exists():
+            return
+    else:
+        return
+    try:
+        secret = read_secret(path)
+    except TierKVError as error:
+        yield fail("secret", error.message, error.remedy)
+    else:
+        told = f"whole, and for its owner only; {secret_fingerprint(secret)} at all nodes that share blocks"
+        yield ok("secret", told)
 
 
 def _cold(path: Path, capacity: int) -> Iterator[Finding]:

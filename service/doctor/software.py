@@ -30,7 +30,7 @@ def check(config: Config) -> Iterator[Finding]:
     yield ok("python", sys.version.split()[0])
     yield _packages()
     yield from _gpu(config)
-    yield from _clocks()
+    yield from _clocks(bool(config.cluster.peers))
 
 
 def in_range(version: str, bounds: str) -> bool:
@@ -96,7 +96,7 @@ def _device(config: Config, told: str) -> Iterator[Finding]:
         yield ok("gpu-memory", f"hot.capacity of {wanted} MiB fits")
 
 
-def _clocks() -> Iterator[Finding]:
+def _clocks(among_others: bool) -> Iterator[Finding]:
     clock = time.get_clock_info("monotonic")
     if not clock.monotonic or clock.resolution > 1e-3:
         yield fail("clock", f"the monotonic clock steps by {clock.resolution} s", "leases need better than 1 ms")
@@ -107,7 +107,8 @@ def _clocks() -> Iterator[Finding]:
     except (OSError, AttributeError):
         return
     if state == _UNSYNCHRONISED:
-        told = "the wall clock is not synchronised: only the times of log lines depend on it"
+        dependent = "what nodes sign for each other, and the times" if among_others else "only the times"
+        told = f"the wall clock is not synchronised: {dependent} of log lines depend on it"
         yield warn("wall-clock", told, "run chrony or systemd-timesyncd on the host")
     elif state >= 0:
         yield ok("wall-clock", "synchronised")

@@ -94,8 +94,10 @@ class FailOpenCache(Cache):
         self._calls.make(lambda: self._cache.register(spec), "")
         return spec.namespace
 
-    def lookup(self, chain: Chain) -> Hit:
-        return self._calls.make(lambda: self._cache.lookup(chain), Hit(0, 0, ()))
+    def lookup(self, chain: Chain, *, wait_s: float = 0.0) -> Hit:
+        check_seconds("wait_s", wait_s)
+        deadline = self._calls.deadline(wait_s)
+        return self._calls.make_until(deadline, lambda: self._cache.lookup(chain, wait_s=wait_s), Hit(0, 0, ()))
 
     def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> Ticket:
         check_seconds("deadline_s", deadline_s)
@@ -115,6 +117,7 @@ class FailOpenCache(Cache):
         prefill_tokens_per_s: float | None = None,
         session: str = "",
         groups: tuple[int, ...] | None = None,
+        handoff: bool = False,
     ) -> ReadLease:
         """As `Cache.acquire`, with all blocks verified, and fetched where they travel as HTTP bodies."""
         check_seconds("wait_s", wait_s)
@@ -134,6 +137,7 @@ class FailOpenCache(Cache):
                 prefill_tokens_per_s=prefill_tokens_per_s,
                 session=session,
                 groups=groups,
+                handoff=handoff,
             )
             return SafeReadLease(self._calls, lease, missed_tokens=lease.missed_tokens, deadline=deadline)
 

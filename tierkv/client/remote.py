@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from tierkv.cache import Cache, Chain, Hit, Pinned, Ticket, TicketProgress
@@ -20,6 +20,9 @@ from tierkv.errors import InvalidRequest, NotFound, TierKVError, Unavailable
 from tierkv.handles import LeasedComputer, LeasedReader, LeasedWriter, LeaseHandle, Plane, read_leased, take_over
 from tierkv.spec import KVSpec
 from tierkv.wire import unpack_choice, unpack_grants, unpack_hit, unpack_progress, unpack_refs
+
+if TYPE_CHECKING:
+    from tierkv.insight.audit.result import AuditResult
 
 __all__ = ["RemoteCache", "connect"]
 
@@ -78,8 +81,8 @@ class RemoteCache(Cache):
         """List what is registered with the daemon, as documented in docs/wire.md."""
         return list(self._transport.call("GET", "/v1/namespaces")["namespaces"])
 
-    def lookup(self, chain: Chain) -> Hit:
-        return unpack_hit(self._on_chain(chain, "lookup", {}))
+    def lookup(self, chain: Chain, *, wait_s: float = 0.0) -> Hit:
+        return unpack_hit(self._on_chain(chain, "lookup", {"wait_s": wait_s} if wait_s else {}))
 
     def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> Ticket:
         return _RemoteTicket(
@@ -97,6 +100,7 @@ class RemoteCache(Cache):
         prefill_tokens_per_s: float | None = None,
         session: str = "",
         groups: tuple[int, ...] | None = None,
+        handoff: bool = False,
     ) -> LeasedReader:
         asked = time.monotonic()
         message = {
@@ -107,6 +111,7 @@ class RemoteCache(Cache):
             "prefill_tokens_per_s": prefill_tokens_per_s,
             "session": session,
             "groups": groups,
+            "handoff": handoff,
         }
         answer, plane = self._leased(chain, "acquire", message, wait_s)
         lease_id, refs = str(answer["lease"]), unpack_refs(answer["blocks"])
@@ -208,6 +213,15 @@ class RemoteCache(Cache):
 
     def stats(self) -> dict[str, Any]:
         return dict(self._transport.call("GET", "/v1/stats"))
+
+    def insight(self) -> dict[str, Any]:
+        """Why prompts were not cached, as documented in docs/insight.md."""
+        return dict(self._transport.call("GET", "/v1/insight"))
+
+    def tell_audits(self, results: Sequence[AuditResult]) -> None:
+        """Tell the daemon what audits found, at most 64 at once. Raises `InvalidRequest` for more."""
+        told = {"audits": [result.to_dict() for result in results]}
+        self._transport.call("POST", "/v1/insight/audits", told, once=True)
 
     def close(self) -> None:
         self._uses.flush()

@@ -1,8 +1,9 @@
 """One acquire, from the question to the lease: what to load, what to wait for, what to pin.
 
 All methods run with the engine's lock held. `begin` and `look` say what to wait for next, or None when the answer is
-there. The order of things: load the part of the published prefix that pays; wait for those loads as long as that pays;
-then, where a neighbour computes what is missing, wait for it; then pin what is in memory.
+there. The order of things: ask the shared tier for what is not on this machine; load the part of the published prefix
+that pays; wait for those loads as long as that pays; then, where somebody else computes what is missing, wait for it;
+then pin what is in memory.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from tierkv.cache import BlockRef, LoadChoice
 from tierkv.core.chain import Block, ChainView
 from tierkv.core.computing import Computing
 from tierkv.core.index import Entry
-from tierkv.core.leases import ComputeRecord, LeaseTable, ReadRecord
-from tierkv.core.loads import Load, Loader
-from tierkv.core.payoff import Patience, decide
+from tierkv.core.leases import LeaseTable, ReadRecord
+from tierkv.core.load import Load
+from tierkv.core.loads import Loader
+from tierkv.core.observing import SeenRequest
+from tierkv.core.others import ComputeGrant, Others
+from tierkv.core.payoff import TOLERANCE, Patience, decide
 from tierkv.core.state import State
 from tierkv.core.steps import Pause
 from tierkv.core.tenants import Tenant
 
-__all__ = ["Acquired", "Acquisition", "ComputeGrant", "Terms"]
+__all__ = ["Acquired", "Acquisition", "Terms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Terms:
     ----------
     tiers
         The memory tiers the caller can read in place.
+    tokens
+        Token ids of the chain, for an observer that may keep them.
     """
 
     tiers: frozenset[str]
@@ -45,16 +51,8 @@ class Terms:
     prefill_tokens_per_s: float | None = None
     session: str = ""
     groups: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeGrant:
-    """A compute lease on blocks ``[start, stop)``; `deadline` of the first progress in monotonic seconds."""
-
-    id: str
-    start: int
-    stop: int
-    deadline: float
+    handoff: bool = False
+    tokens: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,6 @@ class Acquisition:
     def __init__(self, state: State, loader: Loader, computing: Computing, tenant: Tenant, terms: Terms) -> None:
         self._state = state
         self._loader = loader
-        self._computing = computing
         self._tenant = tenant
         self._terms = terms
         self._asked = time.monotonic()
@@ -116,18 +113,47 @@ class Acquisition:
         self._patience: Patience | None = None
         self._until = float("inf")
         self._deviation_s = 0.0
-        self._shared_from: int | None = None
-        self._neighbour: tuple[ComputeRecord, Future[None]] | None = None
+        self._probe: Future[None] | None = None
+        self._others = Others(
+            state,
+            computing,
+            tenant,
+            compute_s=terms.compute_s,
+            handoff=terms.handoff,
+            deadline=self._deadline,
+        )
         self._result: Acquired | None = None
 
     @property
     def holding(self) -> bool:
-        return bool(self._wanted) or self._neighbour is not None
+        return bool(self._wanted) or self._others.waiting
 
     def result(self) -> Acquired:
         """The answer, once `begin` or `look` has returned None."""
         assert self._result is not None
         return self._result
+
+    def seen(self) -> SeenRequest:
+        """Say for an observer what this request was; once there is a `result`. Needs no lock."""
+        result, missed = self._result, self._missed_blocks
+        assert result is not None
+        return SeenRequest(
+            self._sequence,
+            time.time(),
+            self._tenant,
+            self._chain.info,
+            self._chain.groups[0],
+            self._hashes[: self._total],
+            self._tiers,
+            self._published,
+            missed,
+            next(iter(missed)) if self._published < self._total else "",
+            self._terms.session,
+            result.waited_s,
+            result.saved_s,
+            self._block_seconds,
+            self._terms.tokens,
+        )
 
     def begin(self, namespace: str, hashes: Sequence[bytes]) -> Pause | None:
         """Start loading what pays. Raises `NotFound` for an unknown namespace."""
@@ -138,19 +164,48 @@ class Acquisition:
         self._total = len(hashes) if terms.max_blocks is None else max(0, min(len(hashes), terms.max_blocks))
         for memory in self._state.placement.memory:
             memory.order.seen(self._tenant.id)
+        pause = self._ask_elsewhere()
+        if pause is not None:
+            return pause
         self._start_loads()
         return self._next()
 
     def look(self) -> Pause | None:
         """Go on after a pause."""
         self._paused = True
-        self._leave_neighbour()
+        if self._probe is not None:
+            assert self._state.sharing is not None
+            self._state.sharing.counts.probes["answered" if self._probe.done() else "late"] += 1
+            self._probe = None
+            self._start_loads()
+        self._others.leave()
         return self._next()
 
     def let_go(self) -> None:
         """Give up pins, loads and waiting."""
         self._unwant()
-        self._leave_neighbour()
+        self._others.leave()
+
+    def _ask_elsewhere(self) -> Pause | None:
+        """Ask the shared tier for what is not on this machine, and wait for the answer for a moment.
+
+        A question must not cost what it cannot bring in: a request that could be computed in no time waits for none.
+        """
+        sharing, chain = self._state.sharing, self._chain
+        if sharing is None:
+            return None
+        sharing.seen(self._tenant.id, chain.info.fingerprint)
+        here = chain.hit(self._total)
+        self._probe = sharing.ask(chain, here, self._total) if here < self._total else None
+        if self._probe is None:
+            return None
+        block_s = self._block_s()
+        worth_s = TOLERANCE * (self._total - here) * block_s if block_s is not None else sharing.probe_s
+        until = self._asked + min(self._terms.wait_s, sharing.probe_s, worth_s)
+        if time.monotonic() >= until:
+            self._probe = None
+            return None
+        return Pause([self._probe], until)
 
     def _start_loads(self) -> None:
         """Find the published prefix and start loading as far as it pays."""
@@ -189,7 +244,8 @@ class Acquisition:
                     return Pause(pending, min(self._deadline, self._until))
             if self._grew():
                 continue
-            pause = self._share(now)
+            complete = self._target >= self._published
+            pause = self._others.look(self._chain, self._published, self._total, now, complete=complete)
             if pause is None:
                 self._pin(now)
             return pause
@@ -236,7 +292,7 @@ class Acquisition:
 
     def _grew(self) -> bool:
         """Take in what was published while this request waited for somebody who computes."""
-        if self._shared_from is None or self._target < self._fitting:
+        if self._others.since is None or self._target < self._fitting:
             return False
         published = self._chain.hit(self._total)
         if published <= self._published:
@@ -246,37 +302,13 @@ class Acquisition:
         self._want(self._chain.needed(self._target), load=time.monotonic() < self._deadline)
         return True
 
-    def _share(self, now: float) -> Pause | None:
-        """Find out who computes what is missing: a neighbour, whom it pays to wait for, or this caller."""
-        self._grant: ComputeGrant | None = None
-        terms, chain, computing = self._terms, self._chain, self._computing
-        owner = computing.at(chain, self._published) if self._published < self._total else None
-        self._elsewhere = owner is not None
-        if not terms.compute_s or self._published >= self._total:
-            return None
-        if owner is None:
-            lease = computing.claim(self._tenant, chain, self._published, self._total, terms.compute_s)
-            self._grant = ComputeGrant(lease.id, lease.start, lease.stop, lease.deadline)
-            return None
-        if now >= self._deadline or self._target < self._published:
-            return None
-        if self._shared_from is None:
-            self._shared_from = self._published
-        self._neighbour = (owner, computing.wait(owner, chain, self._published, self._total))
-        return Pause([self._neighbour[1]], self._deadline)
-
-    def _leave_neighbour(self) -> None:
-        if self._neighbour is not None:
-            self._computing.forget(*self._neighbour)
-            self._neighbour = None
-
     def _pin(self, now: float) -> None:
         """Turn the resident prefix into a lease."""
         state, chain, terms, wanted = self._state, self._chain, self._terms, self._wanted
         placement = state.placement
         length = chain.hit(self._published, self._mask)
         waited_s = now - self._asked if self._paused else 0.0
-        missed = self._missed(length)
+        missed = self._missed_blocks = self._missed(length)
         tiers = [memory.tier for memory in placement.memory]
         refs: list[BlockRef] = []
         entries: list[Entry] = []
@@ -307,17 +339,26 @@ class Acquisition:
             hashes = self._hashes if isinstance(self._hashes, tuple) else tuple(self._hashes)
             session = state.sessions.use(self._tenant.id, chain.info.name, terms.session, hashes)
         state.sessions.own(session, entries)
+        came = [(e, ref) for e, ref in zip(entries, refs, strict=True) if self._came_from_afar(e)]
+        if came:
+            known = [self._hashes[ref.index] for _, ref in came]
+            state.ledger.arrived([e for e, _ in came], known, [ref.tier for _, ref in came])
         fresh = {id(w.entry) for w in wanted.values() if w.load is not None}
         for entry in reversed(entries):
             placement.touch(entry, again=entry.arrival is None and id(entry) not in fresh)
             entry.arrival = None
+        if state.sharing is not None:
+            state.sharing.used(entries)
+        state.breakpoints.hit(state.leases, self._tenant.id, chain.info.name, self._hashes[:length], now)
         placement.touch_cold([entry.key for entry in reversed(entries)])
-        by_tier = Counter(placement.names[level] for level in slowest)
+        self._tiers = [placement.names[level] for level in slowest]
+        by_tier = Counter(self._tiers)
         tokens_by_tier = {name: count * chain.spec.block_tokens for name, count in by_tier.items()}
         block_tokens, tokens = chain.spec.block_tokens, length * chain.spec.block_tokens
         requested = self._total * block_tokens
-        saved_s = max(0.0, length * (self._block_s() or 0.0) - waited_s)
-        state.ledger.acquired(
+        self._block_seconds = self._block_s()
+        saved_s = max(0.0, length * (self._block_seconds or 0.0) - waited_s)
+        self._sequence = state.ledger.acquired(
             self._tenant, chain.info.fingerprint, requested, tokens_by_tier, missed, saved_s, waited_s
         )
         lease_id, deadline = "", now + terms.ttl_s
@@ -336,14 +377,17 @@ class Acquisition:
             saved_s,
             waited_s,
             self._choice,
-            self._grant,
-            self._elsewhere,
+            self._others.grant,
+            self._others.elsewhere,
         )
+
+    def _came_from_afar(self, entry: Entry) -> bool:
+        return entry.arrival is not None and entry.arrival.level == self._state.placement.shared_level
 
     def _missed(self, length: int) -> dict[str, int]:
         """Blocks that were asked for and are not part of a prefix of `length`, by reason."""
-        if self._shared_from is not None:
-            shared = max(0, length - self._shared_from) * self._chain.spec.block_tokens
+        if self._others.since is not None:
+            shared = max(0, length - self._others.since) * self._chain.spec.block_tokens
             self._state.counters.shared_tokens += shared
         missed: Counter[str] = Counter()
         if self._published < self._total:

@@ -6,13 +6,16 @@ import contextlib
 import fcntl
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierkv.config import Config, PolicyConfig
 from tierkv.core.engine import Engine, Limits
 from tierkv.core.placement import MemoryTier
+from tierkv.core.sharing.sharing import SharingTerms
 from tierkv.core.tenants import TenantRules
 from tierkv.errors import ConfigError, StorageError, StoreInUse
 from tierkv.policy import EvictionPolicy, make_policy
@@ -22,7 +25,21 @@ from tierkv.storage.landing import device_sums
 from tierkv.storage.tier import SlotTier
 from tierkv.storage.warm import WarmTier
 
-__all__ = ["bounds", "build_engine", "check_tiers", "cold_path", "make_state_directory", "read_secret", "tenant_rules"]
+if TYPE_CHECKING:
+    from tierkv.storage.shared import SharedStore
+
+__all__ = [
+    "bounds",
+    "build_engine",
+    "check_tiers",
+    "cold_path",
+    "make_state_directory",
+    "node_name",
+    "read_secret",
+    "server_secret",
+    "shared_store",
+    "tenant_rules",
+]
 
 MIN_SEGMENT, MAX_SEGMENT = 16 << 20, 4 << 30
 _SECRET_BYTES = 32
@@ -37,11 +54,12 @@ def build_engine(config: Config) -> Engine:
     check_tiers(config)
     if config.state_dir is not None:
         make_state_directory(config.state_dir)
-    secret = _secret(config.state_dir)
+    secret = server_secret(config)
     instance = _instance(config.state_dir)
     _remove_leftovers(config.warm.directory)
     memory: list[MemoryTier] = []
     cold: ColdTier | None = None
+    shared: SharedStore | None = None
     engine: Engine | None = None
 
     def cold_evicted(keys: list[bytes] | tuple[bytes, ...]) -> None:
@@ -74,6 +92,9 @@ def build_engine(config: Config) -> Engine:
                 on_evict=cold_evicted,
                 encode_threads=config.cold.encode_threads,
             )
+        shared = shared_store(config)
+        if shared is not None:
+            shared.open()
         engine = Engine(
             memory,
             cold,
@@ -82,9 +103,13 @@ def build_engine(config: Config) -> Engine:
             load_bytes=config.load_bytes,
             rules=tenant_rules(config),
             most=bounds(config),
+            shared=shared,
+            sharing=_sharing_terms(config),
         )
         return engine
     except BaseException:
+        if shared is not None:
+            shared.close()
         for level in memory:
             level.tier.close()
         if cold is not None:
@@ -139,6 +164,18 @@ def check_tiers(config: Config) -> None:
         )
     if config.cold.capacity and config.cold.path is None and config.state_dir is None:
         raise ConfigError("the cold tier has no place", remedy="set cold.path or state_dir")
+    if config.shared.url is None:
+        return
+    if config.secret is None and config.state_dir is None:
+        raise ConfigError(
+            "blocks are shared by daemons with the same secret, and this one has none that lasts",
+            remedy="set secret to a file that all of them have a copy of",
+        )
+    if config.shared.write == "demotion" and not config.cold.capacity:
+        raise ConfigError(
+            "shared.write is demotion, and there is no cold tier that blocks could reach",
+            remedy="set shared.write to all or hits, or cold.capacity",
+        )
 
 
 def cold_path(config: Config) -> Path:
@@ -182,8 +219,51 @@ def make_state_directory(path: Path) -> None:
         raise StorageError(f"cannot create {path}: {error.strerror}", remedy="choose another state_dir") from None
 
 
-def _secret(state_dir: Path | None) -> bytes:
-    """Read the server secret, or make one. Keys derived from it outlive restarts only with a state directory."""
+def shared_store(config: Config) -> SharedStore | None:
+    """Return what daemons share blocks through, not open yet; None without one. Raises `ConfigError`."""
+    shared = config.shared
+    if shared.url is None:
+        return None
+    from tierkv.storage.shared import SharedStore, make_backend  # most caches have none, and start without it
+
+    backend = make_backend(
+        shared.url,
+        username=shared.user,
+        password_file=shared.password_file,
+        root_certificates=shared.ca_file,
+        options=shared.options,
+    )
+    known = config.state_dir / "shared" if config.state_dir is not None else None
+    return SharedStore(
+        backend,
+        codec=config.cold.codec,
+        in_flight=shared.in_flight,
+        probe_timeout_s=shared.probe_timeout,
+        transfer_timeout_s=shared.transfer_timeout,
+        encode_threads=config.cold.encode_threads,
+        hedge_s=shared.hedge,
+        known=known,
+    )
+
+
+def node_name(config: Config) -> str:
+    """Return what this machine is called among others."""
+    return config.cluster.node or socket.gethostname()
+
+
+def _sharing_terms(config: Config) -> SharingTerms:
+    shared = config.shared
+    return SharingTerms(shared.write, shared.hits, shared.write_rate, shared.probe_timeout, shared.sync)
+
+
+def server_secret(config: Config) -> bytes:
+    """Read the server secret, or make one. Keys derived from it outlive restarts only where it is kept.
+
+    Raises `StorageError` and `ConfigError`.
+    """
+    if config.secret is not None:
+        return read_secret(config.secret)
+    state_dir = config.state_dir
     if state_dir is None:
         return secrets.token_bytes(_SECRET_BYTES)
     path = state_dir / "secret"

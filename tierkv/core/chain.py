@@ -9,7 +9,7 @@ from tierkv.core.prefix import hit_length, needed_blocks
 from tierkv.core.state import State
 from tierkv.core.tenants import Tenant
 from tierkv.errors import InvalidRequest
-from tierkv.storage.tier import SlotTier
+from tierkv.storage.tier import NO_PARENT, BlockMeta, SlotTier
 
 __all__ = ["Block", "ChainView"]
 
@@ -41,6 +41,7 @@ class ChainView:
         groups: Sequence[int] | None = None,
     ) -> None:
         self._index = state.index
+        self._tenant = tenant.id
         self._keys = state.keys.of(tenant, hashes)
         self.info = state.namespace(namespace)
         self.spec = self.info.spec
@@ -50,6 +51,20 @@ class ChainView:
     def key(self, index: int, group: int) -> bytes:
         """Return the storage key of a block."""
         return self._keys.at(index, group)
+
+    @property
+    def gapless(self) -> bool:
+        """Whether a prefix needs all of its blocks, so that the first one missing ends it."""
+        return self._full
+
+    def described(self, group: int, start: int, stop: int) -> list[tuple[bytes, BlockMeta]]:
+        """Return keys of blocks, and what can be said of each without having it: all but its checksum, which is 0."""
+        keys, info = self._keys.upto(group, stop), self.info
+        size, namespace, tenant = info.sizes[group], info.fingerprint, self._tenant
+        return [
+            (keys[at], BlockMeta(size, 0, keys[at - 1] if at else NO_PARENT, namespace, tenant, at, group))
+            for at in range(start, stop)
+        ]
 
     def hit(self, total: int, mask: int = -1) -> int:
         """Longest usable prefix whose blocks lie in a level of `mask`."""

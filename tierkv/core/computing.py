@@ -11,11 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from tierkv.core.chain import ChainView
 from tierkv.core.leases import ComputeRecord, LeaseTable
 from tierkv.core.state import State
 from tierkv.core.tenants import Tenant
+
+if TYPE_CHECKING:
+    from tierkv.core.sharing.following import Claim
 
 __all__ = ["Computing"]
 
@@ -29,14 +33,20 @@ class Computing:
     def __init__(self, state: State) -> None:
         self._state = state
         self._computing: dict[bytes, ComputeRecord] = {}
+        self._expected: dict[bytes, list[Future[None]]] = {}
 
     def at(self, chain: ChainView, index: int) -> ComputeRecord | None:
         """Return the lease under which somebody computes a block of a chain."""
         found = (self._computing.get(chain.key(index, group)) for group in chain.groups)
         return next((lease for lease in found if lease is not None), None)
 
-    def claim(self, tenant: Tenant, chain: ChainView, start: int, stop: int, ttl_s: float) -> ComputeRecord:
-        """Grant the lease on blocks ``[start, stop)``; what of them somebody else computes stays theirs."""
+    def grant(
+        self, tenant: Tenant, chain: ChainView, start: int, stop: int, ttl_s: float, claim: Claim | None = None
+    ) -> ComputeRecord:
+        """Grant the lease on blocks ``[start, stop)``; what of them somebody else computes stays theirs.
+
+        It ends the claim that tells other machines.
+        """
         now = time.monotonic()
         lease = ComputeRecord(
             LeaseTable.new_id(), tenant.id, now + ttl_s, ttl_s, chain.info.name, start, stop, {}, {}, now, now
@@ -48,6 +58,7 @@ class Computing:
                     lease.keys[key] = index
                     if key not in self._state.index:
                         lease.left[index] = lease.left.get(index, 0) + 1
+        lease.claim = claim
         self._state.leases.add(lease)
         self._state.counters.compute_leases["granted"] += 1
         return lease
@@ -66,10 +77,23 @@ class Computing:
         """Forget somebody who does not wait any more."""
         lease.waiting = [item for item in lease.waiting if item[1] is not done]
 
+    def expect(self, key: bytes, done: Future[None]) -> None:
+        """Complete `done` when a block is published, by whomever."""
+        self._expected.setdefault(key, []).append(done)
+
+    def expect_no_more(self, key: bytes, done: Future[None]) -> None:
+        """Forget somebody who does not expect a block any more."""
+        rest = [other for other in self._expected.pop(key, ()) if other is not done]
+        if rest:
+            self._expected[key] = rest
+
     def published(self, keys: Iterable[bytes]) -> None:
-        """Note that blocks were published: progress of the leases that cover them."""
+        """Note that blocks were published: progress of the leases that cover them, and what others expect."""
         moved: dict[str, tuple[ComputeRecord, int]] = {}
         for key in keys:
+            for done in self._expected.pop(key, ()) if self._expected else ():
+                if not done.done():
+                    done.set_result(None)
             lease = self._computing.get(key)
             if lease is None:
                 continue
@@ -96,6 +120,8 @@ class Computing:
             if self._computing.get(key) is lease:
                 del self._computing[key]
         self._state.counters.compute_leases[outcome] += 1
+        if lease.claim is not None and self._state.sharing is not None:
+            self._state.sharing.ended(lease.claim)
         waiting, lease.waiting = lease.waiting, []
         for _, done in waiting:
             done.set_result(None)
@@ -127,6 +153,10 @@ class Computing:
             self.end(lease, "done")
             return
         state.leases.renew(lease, now + lease.ttl_s)
+        if lease.claim is not None and state.sharing is not None:
+            following = min(lease.left)
+            key = next(key for key, index in lease.keys.items() if index == following)
+            state.sharing.progressed(lease.claim, key)
         ready = [done for last, done in lease.waiting if last not in lease.left]
         if ready:
             lease.waiting = [(last, done) for last, done in lease.waiting if last in lease.left]

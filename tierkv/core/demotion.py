@@ -10,7 +10,7 @@ from threading import Lock
 from tierkv.core.index import Entry
 from tierkv.core.state import State
 from tierkv.errors import CorruptBlock, DeviceError, NotFound, TierKVError
-from tierkv.storage.tier import BlockMeta, SupportsQuotas, Tier, verify
+from tierkv.storage.tier import SupportsQuotas, Tier, verify
 from tierkv.storage.transfer import copy_block
 
 __all__ = ["Demoter", "purge"]
@@ -166,6 +166,8 @@ class Demoter:
         names = self._placement.names
         with self._lock:
             self._state.ledger.demoted(arrived, names[level], names[below])
+            if self._state.sharing is not None and below == self._placement.cold_level:
+                self._state.sharing.demoted(arrived)
 
     def _to_cold(self, level: int, batch: Sequence[Entry]) -> list[Entry]:
         cold, index = self._placement.cold, self._index
@@ -182,7 +184,7 @@ class Demoter:
                 if left is not None and (left.checksum != entry.meta.checksum or entry.key in index.condemned):
                     cold.delete(entry.key)  # left by a deletion or a put that failed: nobody knows which version
             with self._lock:
-                puts = [(entry.key, payload, self._coded(entry.meta)) for entry, payload in items]
+                puts = [(entry.key, payload, self._state.coded(entry.meta)) for entry, payload in items]
             outcomes = cold.put_many(puts)
             with self._lock:
                 for (entry, _), error in zip(items, outcomes, strict=True):
@@ -217,11 +219,6 @@ class Demoter:
             quota = self._state.tenants.rules_of(tenant).quotas.get(cold.name)
             if quota is not None and cold.payload_by_tenant().get(tenant, 0) > quota:
                 cold.trim(tenant, quota)
-
-    def _coded(self, meta: BlockMeta) -> BlockMeta:
-        """Add what codecs need to know, which the block's namespace says; blocks get into memory by registered ones."""
-        info = self._state.namespaces[meta.namespace.hex()]
-        return meta._replace(layout=info.layouts[meta.group], codec=info.spec.codec(meta.depth))
 
     def _refused(self, error: TierKVError) -> None:
         self._counters.refused_demotions[error.slug] += 1

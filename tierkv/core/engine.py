@@ -12,20 +12,25 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Condition, Lock, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierkv.core.computing import Computing
-from tierkv.core.demotion import Demoter, purge
+from tierkv.core.demotion import Demoter
 from tierkv.core.events import Event
 from tierkv.core.hints import Hints
 from tierkv.core.index import Entry, Index
 from tierkv.core.leases import ComputeRecord, Lease, PinRecord, WriteRecord
 from tierkv.core.ledger import Ledger
 from tierkv.core.loads import Loader
+from tierkv.core.observing import Observer
 from tierkv.core.placement import MemoryTier, Placement
 from tierkv.core.prefetching import Prefetcher
+from tierkv.core.rates import DeliveryRates
 from tierkv.core.reading import Reader
+from tierkv.core.removing import Remover
 from tierkv.core.sessions import Session, SessionTable
+from tierkv.core.sharing.knowledge import Knowledge
+from tierkv.core.sharing.sharing import Sharing, SharingTerms
 from tierkv.core.single import SingleBlocks
 from tierkv.core.state import NamespaceInfo, State
 from tierkv.core.tenants import Tenant, TenantRules, Tenants
@@ -36,6 +41,9 @@ from tierkv.errors import DeviceError, InvalidRequest, LimitExceeded, SpecMismat
 from tierkv.spec import KVSpec
 from tierkv.storage.tier import Slot, SlotTier, SupportsQuotas, Tier, checksum
 
+if TYPE_CHECKING:
+    from tierkv.storage.shared import SharedStore
+
 __all__ = ["Engine", "Limits"]
 
 log = logging.getLogger(__name__)
@@ -43,7 +51,9 @@ log = logging.getLogger(__name__)
 IDLE_WAKE_S = 1.0
 QUARANTINE_S = 60.0
 ROOM_WAIT_S = 1.0
-REMOVED_AT_ONCE = 1024
+SHARED_FLUSH_S = 30.0
+SHARED_CLOSE_S = 5.0
+SHARED_HALF_LIFE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,8 @@ class Engine:
         What the operator granted each tenant, by name.
     most
         Bounds on what is remembered.
+    shared, sharing
+        The tier shared with other machines, if any, and how this one takes part. The engine owns it, too.
     """
 
     def __init__(
@@ -82,15 +94,22 @@ class Engine:
         load_bytes: int = 256 << 20,
         rules: Mapping[str, TenantRules] | None = None,
         most: Limits | None = None,
+        shared: SharedStore | None = None,
+        sharing: SharingTerms | None = None,
     ) -> None:
         most = most or Limits()
         lock = Lock()
         tenants = Tenants(secret, rules or {}, most.tenants)
         ledger = Ledger(tenants)
-        index = Index(cold, len(memory) if cold is not None else -1)
+        elsewhere = Knowledge(lambda: shared.available) if shared is not None else None
+        index = Index(
+            cold, len(memory) if cold is not None else -1, elsewhere, len(memory) + (1 if cold is not None else 0)
+        )
         placement = Placement(memory, cold, index, ledger, tenants)
         state = self._state = State(placement, index, ledger, lock, tenants, SessionTable(most.sessions))
+        state.delivery_rates = DeliveryRates({placement.shared_level: SHARED_HALF_LIFE_S})
         self._most = most
+        self._shared = shared
         self._wakeup = Condition(lock)
         self._closing = False
         self._started = time.time()
@@ -106,6 +125,11 @@ class Engine:
         self.single = SingleBlocks(state, self._loader, self.writer, self.release)
         self.hints = Hints(state, self.prefetcher)
         self.uses = Uses(state)
+        self._remover = Remover(state)
+        if shared is not None and elsewhere is not None:
+            state.sharing = Sharing(
+                state, shared, elsewhere, sharing or SharingTerms(), self._remover.removed_elsewhere
+            )
         self._caretaker = Thread(target=self._take_care, name="tierkv-caretaker", daemon=True)
         self._caretaker.start()
 
@@ -195,6 +219,9 @@ class Engine:
             self._state.leases.renew(lease, time.monotonic() + ttl_s)
             if isinstance(lease, ComputeRecord):
                 lease.ttl_s = ttl_s
+                if lease.claim is not None and self._state.sharing is not None:
+                    lease.claim.ttl_s = ttl_s
+                    self._state.sharing.progressed(lease.claim, lease.claim.key)
             self._wakeup.notify()
 
     def held_leases(self, tenant: Tenant) -> int:
@@ -208,29 +235,23 @@ class Engine:
         return self._demoter.refusal
 
     def delete(self, tenant: Tenant, namespace: str, chain_hash: bytes) -> int:
-        """Unpublish one block in all groups and tiers; return how many were there. Blocks on the cold tier."""
-        with self._state.lock:
-            groups = range(len(self._state.namespace(namespace).layouts))
-            keys = [tenant.block_key(chain_hash, group) for group in groups]
-        return self._remove(keys, "deleted")
+        """See `Remover.delete`."""
+        return self._remover.delete(tenant, namespace, chain_hash)
 
     def clear(self, tenant: Tenant, namespace: str) -> int:
-        """Unpublish a tenant's blocks of a namespace; return how many. Blocks on the cold tier."""
-        with self._state.lock:
-            fingerprint = self._state.namespace(namespace).fingerprint
-            entries = self._state.index.all_awake()
-            found = {e.key for e in entries if e.meta.namespace == fingerprint and e.meta.tenant == tenant.id}
-        cold = self.placement.cold
-        if cold is not None:
-            records = cold.records()
-            found |= {key for key, meta in records if meta.namespace == fingerprint and meta.tenant == tenant.id}
-        return self._remove(list(found), "cleared")
+        """See `Remover.clear`."""
+        return self._remover.clear(tenant, namespace)
 
     def flush(self) -> None:
-        """Demote every dirty block and sync the cold tier. Blocks."""
+        """Demote every dirty block, sync the cold tier, and write what was offered to other machines. Blocks."""
+        self._flush(SHARED_FLUSH_S)
+
+    def _flush(self, shared_s: float) -> None:
         self._demoter.drain()
         if self.placement.cold is not None:
             self.placement.cold.flush()
+        if self._state.sharing is not None:
+            self._state.sharing.flush(shared_s)
 
     def stats(self) -> dict[str, Any]:
         """Occupancy, leases and counters as plain data, see docs/metrics.md."""
@@ -249,6 +270,8 @@ class Engine:
                 "tenants": state.tenants.to_dict(self._used_by_tenant()),
             }
         report["tiers"] = {tier.name: tier.describe() for tier in self._tiers()}
+        if state.sharing is not None:
+            report["shared"] = state.sharing.describe()
         return report
 
     def namespace_of(self, fingerprint: bytes) -> NamespaceInfo | None:
@@ -266,6 +289,21 @@ class Engine:
         """Return the tenant with this id; None for one that was not seen since the start."""
         with self._state.lock:
             return self._state.tenants.of(tenant_id)
+
+    def observe(self, observer: Observer) -> None:
+        """Tell somebody of every request from now on."""
+        with self._state.lock:
+            self._state.observers += (observer,)
+
+    def stop_observing(self, observer: Observer) -> None:
+        """Tell somebody no more. Idempotent."""
+        with self._state.lock:
+            self._state.observers = tuple(known for known in self._state.observers if known is not observer)
+
+    @property
+    def shared_away(self) -> bool:
+        """Whether there is a shared tier that does not answer."""
+        return self._shared is not None and not self._shared.available
 
     @property
     def last_event(self) -> int:
@@ -296,8 +334,10 @@ class Engine:
                 self._end(lease, quarantine=False)
             self._state.room.signal()
         try:
-            self.flush()
+            self._flush(SHARED_CLOSE_S)
         finally:
+            if self._state.sharing is not None:
+                self._state.sharing.close()
             for memory in self.placement.memory:
                 memory.tier.close()
             if self.placement.cold is not None:
@@ -329,7 +369,7 @@ class Engine:
         if cold is None or not isinstance(cold, SupportsQuotas):
             return used
         for tenant, nbytes in cold.payload_by_tenant().items():
-            used.setdefault(tenant, {})[self.placement.names[-1]] = nbytes
+            used.setdefault(tenant, {})[cold.name] = nbytes
         return used
 
     def _need_room(self) -> Future[None]:
@@ -422,16 +462,3 @@ class Engine:
         except DeviceError:
             return False
         return checksum(copy) == entry.meta.checksum
-
-    def _remove(self, keys: Sequence[bytes], reason: str) -> int:
-        """Unpublish blocks, some at a time so that others get their turn; return how many there were."""
-        index, removed = self._state.index, 0
-        for start in range(0, len(keys), REMOVED_AT_ONCE):
-            with self._state.lock:
-                entries = map(index.wake, keys[start : start + REMOVED_AT_ONCE])
-                live = [entry for entry in entries if entry is not None]
-                in_cold = [entry.key for entry in live if self.placement.let_go(entry, reason)]
-            removed += len(live)
-            if self.placement.cold is not None:
-                purge(self.placement.cold, in_cold, self._state)
-        return removed

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tierkv.cache import Pinned
 from tierkv.core.chain import ChainView
-from tierkv.core.index import Entry
 from tierkv.core.leases import LeaseTable, PinRecord
+from tierkv.core.pinning import PinnedBytes
 from tierkv.core.prefetching import Prefetcher
 from tierkv.core.sessions import Session
 from tierkv.core.state import State
@@ -34,6 +34,14 @@ class _Return:
     session: Session
 
 
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """A published prefix: its length, and the bytes of each block that it needs, by storage key."""
+
+    blocks: int
+    sizes: Mapping[bytes, int]
+
+
 class Hints:
     """Keeps what callers asked to keep, and lets go of what they are done with."""
 
@@ -41,7 +49,7 @@ class Hints:
         self._state = state
         self._prefetcher = prefetcher
         self._pins: dict[object, PinRecord] = {}
-        self._pinned_bytes: dict[bytes, int] = {}
+        self._pinned = PinnedBytes()
         self._returns: list[_Return] = []
         self._number = 0
 
@@ -51,6 +59,42 @@ class Hints:
             pinned = self._pin(_name(tenant, namespace, hashes), tenant, namespace, hashes, ttl_s)
         self._prefetcher.start(tenant, namespace, hashes[: pinned.blocks], ttl_s)
         return pinned
+
+    def place(
+        self, tenant: Tenant, namespace: str, hashes: Sequence[bytes], points: Sequence[tuple[int, float]]
+    ) -> list[tuple[Pinned, float]]:
+        """Pin prefixes of a chain until nobody has hit them for a while: breakpoints.
+
+        Parameters
+        ----------
+        points
+            Of each, how many blocks it holds, and how many seconds after its last hit it ends. A breakpoint that is
+            there already is placed anew; of two times for one prefix the longer counts.
+
+        Returns
+        -------
+        list
+            What each holds, the published part of its prefix, and its seconds; in the order of `points`. Does not wait.
+            Raises `LimitExceeded` as `pin`, and changes nothing then.
+        """
+        wanted: dict[int, float] = {}
+        for blocks, ttl_s in points:
+            end = min(blocks, len(hashes))
+            wanted[end] = max(ttl_s, wanted.get(end, 0.0))
+        placed: dict[int, tuple[Pinned, float]] = {}
+        with self._state.lock:
+            prefixes = [self._prefix(tenant, namespace, hashes[:end]) for end in wanted]
+            self._check(tenant, {key: size for prefix in prefixes for key, size in prefix.sizes.items()}, None)
+            for (end, ttl_s), prefix in zip(wanted.items(), prefixes, strict=True):
+                name = ("breakpoint", *_name(tenant, namespace, hashes[:end]))
+                before = self._pins.get(name)
+                if before is not None and before.deadline > time.monotonic():
+                    ttl_s = max(ttl_s, before.ttl_s)
+                mark = (namespace, hashes[end - 1]) if end else None
+                placed[end] = self._hold(name, tenant, prefix, ttl_s, mark), ttl_s
+        longest = max(pinned.blocks for pinned, _ in placed.values())
+        self._prefetcher.start(tenant, namespace, hashes[:longest], max(wanted.values()))
+        return [placed[min(blocks, len(hashes))] for blocks, _ in points]
 
     def unpin(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes]) -> int:
         """See `tierkv.cache.Cache.unpin`."""
@@ -121,9 +165,8 @@ class Hints:
 
     def ended(self, record: PinRecord) -> None:
         """Let go of the blocks of a pin that is no lease any more (with the lock held)."""
-        self._pinned_bytes[record.tenant] -= record.nbytes
-        if not self._pinned_bytes[record.tenant]:
-            del self._pinned_bytes[record.tenant]
+        self._pinned.let_go(record.tenant, record.entries)
+        self._state.breakpoints.remove(record)
         if self._pins.get(record.name) is record:
             del self._pins[record.name]
         for entry in record.entries:
@@ -131,33 +174,46 @@ class Hints:
         self._state.room.signal()
 
     def _pin(self, name: object, tenant: Tenant, namespace: str, hashes: Sequence[bytes], ttl_s: float) -> Pinned:
-        state = self._state
-        warm = state.placement.memory[-1]
-        chain = ChainView(state, tenant, namespace, hashes)
-        length = chain.fitting(chain.hit(len(hashes)), warm.tier, PIN_SHARE)
-        needed = list(chain.published(length))
-        nbytes = sum(chain.info.sizes[group] for (_, group), _ in needed)
-        most = int(PIN_SHARE * warm.order.allowance(tenant.id))
-        before = self._pins.get(name)
-        if self._pinned_bytes.get(tenant.id, 0) - (before.nbytes if before else 0) + nbytes > most:
+        prefix = self._prefix(tenant, namespace, hashes)
+        self._check(tenant, prefix.sizes, self._pins.get(name))
+        return self._hold(name, tenant, prefix, ttl_s)
+
+    def _prefix(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes]) -> _Prefix:
+        """Return what a pin of a chain would hold."""
+        chain = ChainView(self._state, tenant, namespace, hashes)
+        length = chain.fitting(chain.hit(len(hashes)), self._state.placement.memory[-1].tier, PIN_SHARE)
+        needed = [block for block, _ in chain.published(length)]
+        return _Prefix(length, {chain.key(*block): chain.info.sizes[block[1]] for block in needed})
+
+    def _check(self, tenant: Tenant, sizes: Mapping[bytes, int], instead: PinRecord | None) -> None:
+        """Raise `LimitExceeded` if a tenant may not pin these blocks, too."""
+        most = int(PIN_SHARE * self._state.placement.memory[-1].order.allowance(tenant.id))
+        wanted = self._pinned.with_instead(tenant.id, sizes, instead)
+        if wanted > most:
             raise LimitExceeded(
-                f"pinning {nbytes} bytes more would be over the {most} bytes that may be pinned",
+                f"{wanted} bytes would be pinned, over the {most} bytes that may be",
                 remedy="unpin something, pin less, or enlarge the warm tier",
             )
+
+    def _hold(
+        self, name: object, tenant: Tenant, prefix: _Prefix, ttl_s: float, mark: tuple[str, bytes] | None = None
+    ) -> Pinned:
+        """Pin blocks, instead of those that the pin of this name holds. `mark`: see `PinRecord`."""
+        state = self._state
         self._unpin(name)
-        entries: list[Entry] = []
-        for block, _ in needed:
-            entry = state.index.wake(chain.key(*block))
-            if entry is not None:
-                entry.pins += 1
-                entries.append(entry)
+        entries = [entry for entry in map(state.index.wake, prefix.sizes) if entry is not None]
+        for entry in entries:
+            entry.pins += 1
         if not entries:
             return Pinned(0, 0)
-        record = PinRecord(LeaseTable.new_id(), tenant.id, time.monotonic() + ttl_s, entries, nbytes, name)
-        self._pinned_bytes[tenant.id] = self._pinned_bytes.get(tenant.id, 0) + nbytes
+        nbytes = sum(prefix.sizes.values())
+        deadline = time.monotonic() + ttl_s
+        record = PinRecord(LeaseTable.new_id(), tenant.id, deadline, entries, nbytes, name, ttl_s, mark)
+        self._pinned.hold(tenant.id, entries)
+        state.breakpoints.add(record)
         self._pins[name] = record
         state.leases.add(record)
-        return Pinned(length, nbytes)
+        return Pinned(prefix.blocks, nbytes)
 
     def _unpin(self, name: object) -> int:
         record = self._pins.get(name)
@@ -168,5 +224,5 @@ class Hints:
         return len(record.entries)
 
 
-def _name(tenant: Tenant, namespace: str, hashes: Sequence[bytes]) -> object:
+def _name(tenant: Tenant, namespace: str, hashes: Sequence[bytes]) -> tuple[object, ...]:
     return tenant.id, namespace, hashes[-1] if hashes else b""

@@ -2,7 +2,9 @@
 
 A block is published while a tier holds it. Blocks in memory, and blocks somebody uses, are *awake*: an `Entry` says
 where they are and who holds them. All others lie in the cold tier alone and are *asleep*: the cold tier's own table is
-all that is known of them, so that ten million of them cost nothing here. All access happens under the engine's lock.
+all that is known of them, so that ten million of them cost nothing here. Blocks that are known to lie in the shared
+tier are published too; its bit is set for those that no tier of this machine holds. All access happens under the
+engine's lock.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tierkv.core.sharing.knowledge import Knowledge
 from tierkv.storage.tier import BlockMeta, Slot, SlotTier, Tier
 
 __all__ = ["Arrival", "Entry", "Index"]
@@ -34,7 +37,7 @@ class Entry:
     meta
         What the block is. Its checksum is that of the copies in memory while there are any, else the cold tier's.
     levels
-        Bit n is set while the tier of level n (0 is the fastest) holds the block.
+        Bit n is set while the tier of level n (0 is the fastest) holds the block. The shared tier's is set alone.
     pins
         Leases and running copies on the block; it stays where it is, and awake, while there are any.
     cold_checksum
@@ -76,6 +79,8 @@ class Index:
     ----------
     cold, cold_level
         The tier that blocks asleep lie in, and its level; None if there is none.
+    elsewhere, shared_level
+        What is known of the shared tier, and its level; None if there is none.
 
     Attributes
     ----------
@@ -83,12 +88,18 @@ class Index:
         Keys the cold tier may have bytes of that do not count as published: those being put there by a demotion; those
         being deleted from it; those whose deletion failed. A block stored anew under a key that is being deleted is
         not demoted before that is over: the deletion would take it along.
+    shared_bit
+        The shared tier's bit in `Entry.levels`, 0 if there is none.
     """
 
-    def __init__(self, cold: Tier | None, cold_level: int) -> None:
+    def __init__(
+        self, cold: Tier | None, cold_level: int, elsewhere: Knowledge | None = None, shared_level: int = -1
+    ) -> None:
         self._awake: dict[bytes, Entry] = {}
         self._cold = cold
         self._cold_bit = 1 << cold_level if cold is not None else 0
+        self._elsewhere = elsewhere
+        self.shared_bit = 1 << shared_level if elsewhere is not None else 0
         self.arriving: set[bytes] = set()
         self.purging: set[bytes] = set()
         self.condemned: set[bytes] = set()
@@ -105,11 +116,17 @@ class Index:
             meta = self._cold.meta(key)
             if meta is not None:
                 entry = self._awake[key] = Entry(key, meta, self._cold_bit, cold_checksum=meta.checksum)
+        if entry is None and self._elsewhere is not None:
+            meta = self._elsewhere.meta(key)
+            if meta is not None:
+                entry = self._awake[key] = Entry(key, meta, self.shared_bit)
         return entry
 
     def rest(self, entry: Entry) -> None:
-        """Let a block that only the cold tier holds go to sleep, unless somebody uses it."""
-        if entry.levels == self._cold_bit and not entry.pins and self._awake.get(entry.key) is entry:
+        """Let a block that no memory tier holds go to sleep, unless somebody uses it."""
+        if entry.pins or self._awake.get(entry.key) is not entry:
+            return
+        if entry.levels and entry.levels in (self._cold_bit, self.shared_bit):
             del self._awake[entry.key]
 
     def levels(self, key: bytes) -> int:
@@ -117,32 +134,39 @@ class Index:
         entry = self._awake.get(key)
         if entry is not None:
             return entry.levels
-        return self._cold_bit if self._asleep(key) else 0
+        if self._asleep(key):
+            return self._cold_bit
+        return self.shared_bit if self._shared(key) else 0
+
+    def here(self, key: bytes) -> bool:
+        """Say whether a tier of this machine holds a block, or is about to."""
+        return key in self._awake or self._asleep(key)
 
     def run(self, keys: Sequence[bytes], start: int, stop: int, mask: int = -1) -> int:
         """Return where the run of published blocks from `start` ends, at most `stop`; only levels of `mask` count."""
         awake = self._awake
-        cold = self._cold_bit & mask
+        cold, shared = self._cold_bit & mask, self.shared_bit & mask
         for at in range(start, stop):
             entry = awake.get(keys[at])
             if entry is None:
-                if not cold or not self._asleep(keys[at]):
+                if not (cold and self._asleep(keys[at])) and not (shared and self._shared(keys[at])):
                     return at
             elif not entry.levels & mask:
                 return at
         return stop
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._awake or self._asleep(key)
+        return self.here(key) or self._shared(key)
 
     def __len__(self) -> int:
         asleep = self._cold.usage().blocks if self._cold is not None else 0
         # Blocks being deleted from the cold tier are few, and counted until they are gone.
-        return asleep + sum(not entry.levels & self._cold_bit for entry in self._awake.values())
+        elsewhere = self._cold_bit | self.shared_bit
+        return asleep + sum(not entry.levels & elsewhere for entry in self._awake.values())
 
     def __iter__(self) -> Iterator[Entry]:
-        """Yield every block; those asleep as entries that nobody else knows."""
-        yield from self.all_awake()
+        """Yield every block of this machine; those asleep as entries that nobody else knows."""
+        yield from (entry for entry in self.all_awake() if entry.levels != self.shared_bit)
         if self._cold is not None:
             for key, meta in self._cold.records():
                 if key not in self._awake and not self._hidden(key):
@@ -163,6 +187,9 @@ class Index:
 
     def _asleep(self, key: bytes) -> bool:
         return self._cold is not None and self._cold.has(key) and not self._hidden(key)
+
+    def _shared(self, key: bytes) -> bool:
+        return self._elsewhere is not None and self._elsewhere.meta(key) is not None
 
     def _hidden(self, key: bytes) -> bool:
         return key in self.arriving or key in self.purging or key in self.condemned

@@ -8,13 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from tierkv.cache import BlockRef
 from tierkv.core.index import Entry
 from tierkv.core.sessions import Session
 from tierkv.errors import LeaseLost
 from tierkv.storage.tier import BlockMeta, Slot
+
+if TYPE_CHECKING:
+    from tierkv.core.sharing.following import Claim
 
 __all__ = ["ComputeRecord", "Draft", "Lease", "LeaseKind", "LeaseTable", "PinRecord", "ReadRecord", "WriteRecord"]
 
@@ -43,6 +46,9 @@ class PinRecord:
         Size of the blocks in all.
     name
         What it is found again by.
+    ttl_s, mark
+        Of a breakpoint: seconds that each hit renews it for, and the namespace and chain hash of the block whose hit
+        does; None for a pin that nothing renews.
     """
 
     kind: ClassVar[LeaseKind] = "pin"
@@ -52,6 +58,8 @@ class PinRecord:
     entries: list[Entry]
     nbytes: int
     name: object
+    ttl_s: float = 0.0
+    mark: tuple[str, bytes] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +82,8 @@ class ComputeRecord:
         When those blocks were begun that were published since the last pause, and how many they are.
     waiting
         Those who wait for a block: its index, and what to complete.
+    claim
+        What other machines were told, if there are any.
     """
 
     kind: ClassVar[LeaseKind] = "compute"
@@ -90,6 +100,7 @@ class ComputeRecord:
     burst_since: float
     burst_blocks: int = 0
     waiting: list[tuple[int, Future[None]]] = field(default_factory=list)
+    claim: Claim | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -45,6 +45,11 @@ class Ledger:
         tenant = self._tenants.of(meta.tenant)
         if tenant is not None:
             tenant.counters.stored_bytes += nbytes
+        self.arrived(entries, hashes, tiers)
+
+    def arrived(self, entries: Sequence[Entry], hashes: Sequence[bytes], tiers: Sequence[str]) -> None:
+        """Blocks of one namespace are on this machine that were not: stored here, or brought from another machine."""
+        meta = entries[0].meta
         details = {
             "hashes": hashes,
             "parents": [entry.meta.parent for entry in entries],
@@ -116,9 +121,9 @@ class Ledger:
         missed: Mapping[str, int],
         saved_s: float,
         waited_s: float,
-    ) -> None:
+    ) -> int:
         """A request was answered: tokens asked for, tokens served by tier, blocks missed by reason, and the seconds of
-        prefill that it saved and of waiting that it cost."""
+        prefill that it saved and of waiting that it cost. Returns the event's number."""
         self.counters.acquires += 1
         self.counters.saved_seconds += saved_s
         for counters in (self.counters, tenant.counters):
@@ -133,6 +138,7 @@ class Ledger:
             "waited_s": waited_s,
         }
         self.events.record("acquired", tenant.id, namespace, (), details)
+        return self.events.last
 
     def read(self, tenant: Tenant, namespace: bytes, tokens: int, tier: str) -> None:
         """Tokens were read in place without asking, and reported afterwards."""

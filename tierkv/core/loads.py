@@ -4,7 +4,8 @@ The most urgent load begins first. A load holds no memory until it begins, so th
 scheduler; one that nobody wants any more never begins. Workers copy, decode and verify without the engine's lock.
 
 A tier that copies in batches gets the loads of one KV group that are next in the queue at once: one is verified while
-the one before is copied. Its blocks are published when all of the batch has arrived, or none of them is.
+the one before is copied. Its blocks are published when all of the batch has arrived, or none of them is. Blocks of the
+shared tier are read in batches, too, because of the way there; each is published when it arrives.
 """
 
 from __future__ import annotations
@@ -15,79 +16,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
-from tierkv.core.index import Arrival, Entry
-from tierkv.core.scheduler import Job, LoadScheduler
+from tierkv.core.index import Arrival
+from tierkv.core.load import Load, Move
+from tierkv.core.scheduler import LoadScheduler
 from tierkv.core.state import State
 from tierkv.core.steps import Pause, Step, run
 from tierkv.errors import CorruptBlock, DeviceError, NotFound, TierKVError
 from tierkv.storage.tier import BlockMeta, Slot, SupportsBatches
 from tierkv.storage.transfer import copy_block, verified
 
-__all__ = ["Load", "Loader"]
+__all__ = ["Loader"]
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """One block on its way to a memory tier.
-
-    Attributes
-    ----------
-    nbytes
-        Size of the block.
-    deadline
-        When the most urgent of those who want it wants it, on the monotonic clock (seconds).
-    future
-        Done when the load is; True when the block arrived. Never carries an exception.
-    wanted
-        Requests and tickets that still want it; a load nobody wants does not begin.
-    onward
-        Those of them who want the block in the next faster tier as well, once it has arrived.
-    then
-        The load that moves it on.
-    started, ended
-        Monotonic seconds; 0 before.
-    failure
-        Why it did not arrive: a label of `Counters.missed_blocks`.
-    cause
-        What was found wrong with a copy that is corrupt: `CorruptBlock.cause`.
-    """
-
-    key: bytes
-    nbytes: int
-    level: int
-    deadline: float
-    future: Future[bool] = field(default_factory=Future)
-    wanted: int = 1
-    onward: int = 0
-    then: Load | None = None
-    started: float = 0.0
-    ended: float = 0.0
-    failure: str = "failed"
-    cause: str = ""
-    job: Job | None = None
-
-    def last(self) -> Load:
-        """Return the load that brings the block as far as it is to go, as far as that has begun."""
-        load = self
-        while load.then is not None:
-            load = load.then
-        return load
-
-
-@dataclass(slots=True, eq=False)
-class _Move:
-    """A load that has begun: the block, the level it comes from, and the slot it goes to."""
-
-    load: Load
-    entry: Entry
-    meta: BlockMeta
-    source: int
-    slot: Slot | None = None
-    copying: bool = False
+SHARED_BATCH = 64 << 20
+"""Bytes of blocks of the shared tier that one thread asks for at once."""
 
 
 class Loader:
@@ -183,13 +127,21 @@ class Loader:
             load.future.set_result(False)
             return
         self._running[load.key, load.level] = load
-        kind: tuple[int, int] | None = None
+        kind: tuple[object, ...] | None = None
+        far = False
         if isinstance(self._placement.memory[load.level].tier, SupportsBatches):
             entry = self._state.index.awake(load.key)
             kind = (load.level, entry.meta.group if entry is not None else -1)
-        load.job = self._scheduler.submit(lambda: self._work(load), load.nbytes, load.deadline, kind=kind, subject=load)
+        elif self._is_shared(self._state.index.levels(load.key)):
+            entry = self._state.index.wake(load.key)
+            assert entry is not None
+            far, kind = True, ("shared", load.level, entry.meta.tenant, entry.meta.namespace)
+            self._state.index.rest(entry)
+        load.job = self._scheduler.submit(
+            lambda: self._work(load, far), load.nbytes, load.deadline, kind=kind, subject=load
+        )
 
-    def _work(self, load: Load) -> None:
+    def _work(self, load: Load, far: bool) -> None:
         tier = self._placement.memory[load.level].tier
         loads, arrived = [load], set[Load]()
         try:
@@ -197,17 +149,24 @@ class Loader:
                 with self._lock:  # whoever asks for many loads holds it until all of them are in the queue
                     loads += self._next_to(load, tier.batch_bytes)
                 self._move_together(loads, tier, arrived)
+            elif far:
+                with self._lock:
+                    loads += self._next_to(load, SHARED_BATCH)
+                self._move_from_afar(loads)
             elif self._move(load):
                 arrived.add(load)
         except Exception:
             log.exception("a load failed unexpectedly")
-        with self._lock:
-            for one in loads:
-                self._forget(one)
-                if one in arrived and one.onward > 0 and one.level > 0:
-                    self._move_on(one)
         for one in loads:
-            one.future.set_result(one in arrived)
+            if not one.future.done():
+                self._finish(one, arrived=one in arrived)
+
+    def _finish(self, load: Load, *, arrived: bool) -> None:
+        with self._lock:
+            self._forget(load)
+            if arrived and load.onward > 0 and load.level > 0:
+                self._move_on(load)
+        load.future.set_result(arrived)
 
     def _next_to(self, load: Load, most_bytes: int) -> list[Load]:
         assert load.job is not None
@@ -230,9 +189,71 @@ class Loader:
                 load.failure = "no_room"
                 return False
             began = time.monotonic()
+            if move.source == self._placement.shared_level:  # it has left this machine since it was asked for
+                self._read_from_afar([move], began)
+                return load.future.done() and load.future.result()
             return self._copied(move) and self._arrive(move, began)
         finally:
             self._end(move)
+
+    def _move_from_afar(self, loads: list[Load]) -> None:
+        """Load blocks of one tenant and namespace from the shared tier; each is done as soon as it has arrived. Blocks.
+
+        Room is found before anything is asked for; only the first block waits for it.
+        """
+        moves: list[Move] = []
+        try:
+            for load in loads:
+                move = self._begin(load)
+                if isinstance(move, bool):
+                    self._finish(load, arrived=move)
+                    continue
+                moves.append(move)
+                move.slot = self._room_at_once(move) if len(moves) > 1 else run(self._find_room(load.level, move.meta))
+                if move.slot is None:
+                    load.failure = "no_room"
+                    self._finish(load, arrived=False)
+            began = time.monotonic()
+            placed = [move for move in moves if move.slot is not None]
+            for move in placed:  # those that have come to this machine meanwhile
+                if move.source != self._placement.shared_level:
+                    self._finish(move.load, arrived=self._copied(move) and self._arrive(move, began))
+            self._read_from_afar([move for move in placed if move.source == self._placement.shared_level], began)
+        finally:
+            for move in moves:
+                self._end(move)
+
+    def _read_from_afar(self, moves: list[Move], began: float) -> None:
+        """Fill slots from the shared tier and finish each load as soon as its block has come. Blocks."""
+        sharing = self._state.sharing
+        if not moves or sharing is None:
+            return
+        outages = sharing.outages
+
+        def done(position: int, outcome: BlockMeta | TierKVError) -> None:
+            move, arrived = moves[position], False
+            # What came after an outage took as long as that. Learned, it would keep the tier out of use for minutes.
+            move.telling = sharing.outages == outages
+            with self._explained(move):
+                if isinstance(outcome, TierKVError):
+                    raise outcome
+                self._identify(move, outcome)
+                arrived = self._arrive(move, began)
+            self._finish(move.load, arrived=arrived)
+
+        target = self._placement.memory[moves[0].load.level].tier
+        sharing.read([(m.entry.key, m.meta, target.view(_slot(m), m.meta.length)) for m in moves], done)
+
+    def _identify(self, move: Move, found: BlockMeta) -> None:
+        """Take note of what a block of the shared tier says of itself: of its checksum, and of what is before it."""
+        with self._lock:
+            if move.entry.meta is move.meta:
+                move.meta = move.entry.meta = move.meta._replace(
+                    checksum=found.checksum, parent=found.parent, depth=found.depth
+                )
+
+    def _is_shared(self, levels: int) -> bool:
+        return levels != 0 and levels == self._state.index.shared_bit
 
     def _move_together(self, loads: list[Load], tier: SupportsBatches, arrived: set[Load]) -> None:
         """Load blocks in one batch; note those that are there in `arrived`. Blocks.
@@ -242,7 +263,7 @@ class Loader:
         """
         if not tier.usable:
             return
-        moves: list[_Move] = []
+        moves: list[Move] = []
         try:
             for position, load in enumerate(loads):
                 move = self._begin(load)
@@ -268,12 +289,14 @@ class Loader:
             for move in moves:
                 self._end(move)
 
-    def _payloads(self, moves: list[_Move]) -> Iterator[tuple[Slot, memoryview]]:
+    def _payloads(self, moves: list[Move]) -> Iterator[tuple[Slot, memoryview]]:
         """Yield the slots of a batch with the verified bytes that they are to be filled with."""
         for move in moves:
             if move.slot is None:
                 continue
             with self._explained(move):
+                if move.source == self._placement.shared_level:
+                    raise NotFound("the block is on another machine, and comes by way of the warm tier")
                 if move.source == self._placement.cold_level:
                     payload = memoryview(bytearray(move.meta.length))
                     self._from_cold(move, payload)
@@ -283,7 +306,7 @@ class Loader:
             if move.copying:
                 yield move.slot, payload
 
-    def _landed(self, moves: list[_Move], tier: SupportsBatches) -> Iterator[_Move]:
+    def _landed(self, moves: list[Move], tier: SupportsBatches) -> Iterator[Move]:
         """Yield what was copied and is not known to have changed on its way, the tail of a chain before its head."""
         copied = [(move, move.slot) for move in moves if move.slot is not None and move.copying]
         sums = tier.landed([(slot, move.meta.length) for move, slot in copied])
@@ -295,7 +318,7 @@ class Loader:
             with self._lock:
                 self._state.ledger.corrupt(move.entry, self._placement.names[move.load.level], "transfer")
 
-    def _begin(self, load: Load) -> _Move | bool:
+    def _begin(self, load: Load) -> Move | bool:
         """Pin the block of a load; or say whether it is there, if there is nothing to be done."""
         with self._lock:
             entry = self._state.index.wake(load.key) if load.wanted else None
@@ -307,20 +330,22 @@ class Loader:
                 return True
             entry.pins += 1
             load.started = time.monotonic()
-            return _Move(load, entry, entry.meta, entry.fastest())
+            return Move(load, entry, entry.meta, entry.fastest())
 
-    def _arrive(self, move: _Move, began: float) -> bool:
+    def _arrive(self, move: Move, began: float) -> bool:
         """Publish the copy of a block; say whether it is there."""
         load, entry, meta, level = move.load, move.entry, move.meta, move.load.level
         with self._lock:
             load.ended = time.monotonic()
-            self._state.delivery_rates.note(move.source, meta.length, began, load.ended)
+            if move.telling:
+                self._state.delivery_rates.note(move.source, meta.length, began, load.ended)
             if entry.levels >> level & 1:  # demoted from a faster tier meanwhile
                 return True
             if not entry.levels or entry.meta is not meta:  # deleted meanwhile, or become a lossy one
                 load.failure = "absent"
                 return False
             assert move.slot is not None
+            entry.levels &= ~self._state.index.shared_bit
             self._placement.settle(entry, level, move.slot)
             self._placement.enlist(entry, level)
             move.slot = None
@@ -330,7 +355,7 @@ class Loader:
                 self._state.ledger.promoted(entry, names[move.source], names[level], load.ended - began)
         return True
 
-    def _end(self, move: _Move) -> None:
+    def _end(self, move: Move) -> None:
         """Give back the slot of a block that has not arrived, and the pin."""
         with self._lock:
             if move.slot is not None:
@@ -338,7 +363,7 @@ class Loader:
             self._placement.unpin(move.entry)
 
     @contextmanager
-    def _explained(self, move: _Move) -> Iterator[None]:
+    def _explained(self, move: Move) -> Iterator[None]:
         """Note why a block cannot be copied from where it lies, and remove a copy that is damaged or not there."""
         load, entry = move.load, move.entry
         try:
@@ -348,13 +373,19 @@ class Loader:
             with self._lock:
                 if entry.meta is move.meta:  # else the exact copy is gone, and its memory not this block's
                     self._placement.damaged(entry, move.source, error.cause)
+                self._note_absent(move)
         except NotFound:
             load.failure = "absent"
             with self._lock:
+                self._note_absent(move)
                 if entry.levels >> move.source & 1:
                     self._placement.lost_level(entry, move.source, "evicted")
         except TierKVError:
             load.failure = "failed"
+
+    def _note_absent(self, move: Move) -> None:
+        if move.source == self._placement.shared_level and self._state.sharing is not None:
+            self._state.sharing.knowledge.note_absent(move.entry.key)
 
     def _put_back(self, loads: Sequence[Load]) -> None:
         with self._lock:
@@ -367,7 +398,7 @@ class Loader:
         if self._running.get((load.key, load.level)) is load:
             del self._running[load.key, load.level]
 
-    def _room_at_once(self, move: _Move) -> Slot | None:
+    def _room_at_once(self, move: Move) -> Slot | None:
         with self._lock:
             return self._placement.allocate(move.load.level, move.meta.length, move.meta.tenant)
 
@@ -385,7 +416,7 @@ class Loader:
                 room = self._room()
             yield Pause([room], deadline)
 
-    def _copied(self, move: _Move) -> bool:
+    def _copied(self, move: Move) -> bool:
         """Copy a block's verified bytes into its slot of a memory tier; say whether that went well. Blocks."""
         placement, copied = self._placement, False
         target = placement.memory[move.load.level].tier
@@ -404,7 +435,7 @@ class Loader:
             copied = True
         return copied
 
-    def _give_up_copy(self, move: _Move) -> bool:
+    def _give_up_copy(self, move: Move) -> bool:
         """Go on with a slower tier's copy of a block that a device does not give back; say whether there is one."""
         with self._lock:
             below = move.entry.levels >> (move.source + 1) << (move.source + 1)
@@ -416,9 +447,14 @@ class Loader:
                 return True
         return False
 
-    def _from_cold(self, move: _Move, out: memoryview) -> None:
+    def _from_cold(self, move: Move, out: memoryview) -> None:
         cold = self._placement.cold
         assert cold is not None
         found = cold.read_into(move.entry.key, out)
         if (found.length, found.checksum) != (move.meta.length, move.meta.checksum):
             raise NotFound("the cold tier holds another version of the block")
+
+
+def _slot(move: Move) -> Slot:
+    assert move.slot is not None
+    return move.slot

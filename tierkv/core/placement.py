@@ -1,8 +1,9 @@
 """Placement: which block lies in which tier, and who has to leave when there is no room.
 
-Levels number the tiers from the fastest (0) down. Memory tiers come first; at most one byte tier, the cold one, is
-last. A block is *dirty* in a memory tier while no slower tier holds it: evicting it there would lose it. All access
-happens under the engine's lock; nothing here copies, hashes or writes bytes.
+Levels number the tiers from the fastest (0) down. Memory tiers come first, then at most one byte tier, the cold one. A
+block is *dirty* in a memory tier while no slower tier of this machine holds it: evicting it there would lose it. The
+shared tier has the level after those; blocks come from it, and nothing that leaves this machine's tiers relies on it.
+All access happens under the engine's lock; nothing here copies, hashes or writes bytes.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class Placement:
         self.cold_level = len(self.memory) if cold is not None else -1
         self.names = [m.tier.name for m in self.memory] + ([cold.name] if cold is not None else [])
         self._last = len(self.names) - 1
+        self.shared_level = len(self.names)
+        self.names.append("shared")
         self._index = index
         self._ledger = ledger
 
@@ -145,7 +148,7 @@ class Placement:
         self.update_dirty(entry)
 
     def lost_level(self, entry: Entry, level: int, reason: str) -> None:
-        """Note that a tier no longer holds the block; unpublish it if that was the last one.
+        """Note that a tier no longer holds the block; unpublish it if that was the last one of this machine.
 
         When the last exact copy of a lossily stored block goes, what the cold tier gives back becomes the block.
         """
@@ -168,7 +171,7 @@ class Placement:
         self._index.drop(entry)
         for level in range(len(self.memory)):
             self._take_out(entry, level)
-        in_cold = bool(entry.levels)
+        in_cold = self.cold is not None and bool(entry.levels >> self.cold_level & 1)
         if in_cold:
             self._index.purging.add(entry.key)
         entry.levels = 0

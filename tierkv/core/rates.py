@@ -6,6 +6,7 @@ Neither class reads a clock or takes a lock: callers pass monotonic seconds and 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp2, sqrt
 
@@ -56,8 +57,10 @@ class _Deliveries:
     variance: float = 0.0
     nbytes: float = 0.0
 
+    half_life_s: float = HALF_LIFE_S
+
     def samples_at(self, now: float) -> float:
-        return self.samples * exp2(-max(0.0, now - self.latest) / HALF_LIFE_S)
+        return self.samples * exp2(-max(0.0, now - self.latest) / self.half_life_s)
 
     def add(self, seconds: float, nbytes: int, now: float) -> None:
         self.samples = self.samples_at(now) * _KEPT_PER_SAMPLE + 1.0
@@ -88,9 +91,15 @@ class DeliveryRates:
 
     Knowledge fades, by half every 32 samples and every 60 seconds. After some minutes without a load a tier is unknown
     again; that is what gives a tier another chance that was once found too slow to load from.
+
+    Parameters
+    ----------
+    half_lives
+        Levels whose knowledge fades by half in another time, in seconds: a network is slow for moments only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, half_lives: Mapping[int, float] | None = None) -> None:
+        self._half_lives = half_lives or {}
         self._deliveries: dict[tuple[int, int], _Deliveries] = {}
         self._ended: dict[int, float] = {}
 
@@ -112,7 +121,8 @@ class DeliveryRates:
         kind = (level, nbytes.bit_length())
         found = self._deliveries.get(kind)
         if found is None:
-            found = self._deliveries[kind] = _Deliveries()
+            found = _Deliveries(half_life_s=self._half_lives.get(level, HALF_LIFE_S))
+            self._deliveries[kind] = found
         found.add(max(0.0, ended - max(started, previous)), nbytes, ended)
 
     def estimate(self, level: int, nbytes: int, now: float) -> Estimate | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from tierkv.cache import BlockRef, Hit
 from tierkv.core.acquiring import Acquired, Acquisition, Terms
@@ -10,12 +13,15 @@ from tierkv.core.chain import ChainView
 from tierkv.core.computing import Computing
 from tierkv.core.leases import ReadRecord
 from tierkv.core.loads import Loader
+from tierkv.core.observing import Observer
 from tierkv.core.state import State
-from tierkv.core.steps import Step
+from tierkv.core.steps import Pause, Step
 from tierkv.core.tenants import Tenant
 from tierkv.errors import InvalidRequest
 
 __all__ = ["Reader"]
+
+log = logging.getLogger(__name__)
 
 
 class Reader:
@@ -26,12 +32,14 @@ class Reader:
         self._loader = loader
         self._computing = computing
 
-    def lookup(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes]) -> Hit:
-        """See `tierkv.cache.Cache.lookup`."""
+    def lookup(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes], *, ask: bool = True) -> Hit:
+        """See `tierkv.cache.Cache.lookup`. `ask`: have the shared tier asked for the next who wants to know."""
         state = self._state
         with state.lock:
             chain = ChainView(state, tenant, namespace, hashes)
             length = chain.hit(len(hashes))
+            if ask and state.sharing is not None and length < len(hashes):
+                state.sharing.ask(chain, length, len(hashes))
             slowest = [0] * length
             for (index, _), levels in chain.published(length):
                 fastest = (levels & -levels).bit_length() - 1
@@ -39,6 +47,19 @@ class Reader:
                     slowest[index] = fastest
             names = state.placement.names
         return Hit(length, length * chain.spec.block_tokens, tuple([names[level] for level in slowest]))
+
+    def find(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes], wait_s: float) -> Step[Hit]:
+        """As `lookup`, but wait `wait_s` seconds at most for what the shared tier has."""
+        state = self._state
+        hit = self.lookup(tenant, namespace, hashes, ask=not wait_s)
+        probe: Future[None] | None = None
+        if state.sharing is not None and wait_s and hit.blocks < len(hashes):
+            with state.lock:
+                probe = state.sharing.ask(ChainView(state, tenant, namespace, hashes), hit.blocks, len(hashes))
+        if probe is not None and state.sharing is not None:
+            yield Pause([probe], time.monotonic() + min(wait_s, state.sharing.probe_s))
+            hit = self.lookup(tenant, namespace, hashes, ask=False)
+        return hit
 
     def acquire(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes], terms: Terms) -> Step[Acquired]:
         """See `tierkv.cache.Cache.acquire`."""
@@ -51,6 +72,8 @@ class Reader:
                 yield pause
                 with lock:
                     pause = request.look()
+            if self._state.observers:
+                _tell(self._state.observers, request)
             return request.result()
         finally:
             if request.holding:
@@ -66,3 +89,12 @@ class Reader:
                     "this lease is not for reading", remedy="read blocks under the lease of an acquire"
                 )
             return lease.refs
+
+
+def _tell(observers: Sequence[Observer], request: Acquisition) -> None:
+    seen = request.seen()
+    for observer in observers:
+        try:
+            observer.acquired(seen)
+        except Exception:
+            log.exception("an observer of requests failed")

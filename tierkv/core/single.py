@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from tierkv.cache import BlockRef, Written
 from tierkv.core.index import Entry
 from tierkv.core.leases import LeaseTable, ReadRecord
-from tierkv.core.loads import Load, Loader
+from tierkv.core.load import Load
+from tierkv.core.loads import Loader
 from tierkv.core.state import State
 from tierkv.core.steps import Pause, Step
 from tierkv.core.tenants import Tenant
@@ -214,8 +215,11 @@ class SingleBlocks:
         return layouts[group]
 
     def _published(self, key: bytes) -> Entry:
+        """Return a block of this machine: of one that is elsewhere nobody knows the checksum before it has come."""
         entry = self._state.index.wake(key)
-        if entry is None:
+        if entry is None or entry.levels == self._state.index.shared_bit:
+            if entry is not None:
+                self._state.index.rest(entry)
             raise _not_found()
         return entry
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from tierkv.core.counters import Counters
 from tierkv.core.index import Index
 from tierkv.core.keying import KeyMemo
 from tierkv.core.leases import Draft, LeaseTable, WriteRecord
 from tierkv.core.ledger import Ledger
+from tierkv.core.pinning import Breakpoints
 from tierkv.core.placement import Placement
 from tierkv.core.rates import DeliveryRates, PrefillRates
 from tierkv.core.sessions import SessionTable
 from tierkv.core.tenants import Tenants
 from tierkv.errors import NotFound
 from tierkv.spec import BlockLayout, KVSpec
-from tierkv.storage.tier import Slot, SlotTier
+from tierkv.storage.tier import BlockMeta, Slot, SlotTier
+
+if TYPE_CHECKING:
+    from tierkv.core.observing import Observer
+    from tierkv.core.sharing.sharing import Sharing
 
 __all__ = ["NamespaceInfo", "Room", "State"]
 
@@ -60,6 +66,12 @@ class State:
         Written blocks by the key of the predecessor they wait for.
     quarantine
         Slots of writers that lost their lease, with the monotonic time when they may be reused.
+    breakpoints
+        Pins that hits renew.
+    sharing
+        The shared tier, if there is one.
+    observers
+        Who is told of requests.
     """
 
     placement: Placement
@@ -77,11 +89,19 @@ class State:
     waiting: dict[bytes, list[tuple[WriteRecord, Draft]]] = field(default_factory=dict)
     quarantine: list[tuple[float, SlotTier, Slot]] = field(default_factory=list)
     room: Room = field(default_factory=Room)
+    breakpoints: Breakpoints = field(default_factory=Breakpoints)
+    sharing: Sharing | None = None
+    observers: tuple[Observer, ...] = ()
 
     @property
     def counters(self) -> Counters:
         """Totals since start."""
         return self.ledger.counters
+
+    def coded(self, meta: BlockMeta) -> BlockMeta:
+        """Add what codecs need to know, which the block's namespace says; blocks get into memory by registered ones."""
+        info = self.namespaces[meta.namespace.hex()]
+        return meta._replace(layout=info.layouts[meta.group], codec=info.spec.codec(meta.depth))
 
     def namespace(self, name: str) -> NamespaceInfo:
         """Return a registered namespace or raise `NotFound`."""

@@ -34,6 +34,7 @@ class Uses:
                     entry.used = time.monotonic()
                     state.placement.touch(entry, again=True)
             state.placement.touch_cold(keys[::-1])
+            state.breakpoints.hit(state.leases, tenant.id, namespace, hashes, time.monotonic())
             if group == 0:
                 tokens = len(hashes) * info.spec.block_tokens
                 tier = state.placement.memory[-1].tier.name

@@ -167,6 +167,8 @@ class Writer:
                 hashes, levels, entries = zip(*published, strict=True)
                 tiers = [state.placement.names[level] for level in levels]
                 state.ledger.stored(entries, hashes, tiers)
+                if state.sharing is not None:
+                    state.sharing.published(entries)
                 self._computing.published(entry.key for entry in entries)
             if any(map(state.placement.overdue, range(len(state.placement.memory)))):
                 self._wake()
@@ -276,7 +278,7 @@ class Writer:
         state = self._state
         index, group = block
         key = keys.at(index, group)
-        if key in state.index:
+        if state.index.here(key):
             return Grant(index, group, "present")
         if key in state.writing:
             return Grant(index, group, "busy")
@@ -332,8 +334,14 @@ class Writer:
                 continue
             del owner.drafts[block.index, meta.group]
             del writing[block.key]
-            entry = Entry(block.key, meta, pins=int(self._hold), owner=owner.session)
-            index.add(entry)
+            entry = index.awake(block.key)
+            if entry is None:
+                entry = Entry(block.key, meta)
+                index.add(entry)
+            else:  # a block of the shared tier, about to be loaded
+                entry.meta, entry.levels = meta, 0
+            entry.pins += self._hold
+            entry.owner = owner.session
             placement.settle(entry, block.level, block.slot)
             placement.enlist(entry, block.level)
             owner.published.append(entry)

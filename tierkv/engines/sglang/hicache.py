@@ -93,7 +93,7 @@ class TierKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no type
         found = [0]
 
         def look() -> None:
-            found[0] = self._cache.lookup(self._chain(keys)).blocks
+            found[0] = self._cache.lookup(self._chain(keys), wait_s=self._options.wait_s).blocks
 
         self._attempt(look)
         return found[0]
