@@ -7,20 +7,25 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tierkv.cache import GrantState
+from tierkv.keys import TENANT_NAME
 from tierkv.storage.cold.tier import SegmentState
 
 __all__ = [
     "Accepted",
     "Acquired",
     "Attached",
+    "Breakpoints",
     "Done",
     "Ended",
     "Extended",
     "Health",
     "Held",
     "Hit",
+    "Insight",
     "Namespace",
     "Namespaces",
+    "NodeHit",
+    "PeerHit",
     "Pinned",
     "Problem",
     "Progress",
@@ -32,8 +37,10 @@ __all__ = [
     "StoredBlock",
     "Tenants",
     "Ticket",
+    "TracePage",
     "Trunks",
     "Unpinned",
+    "Where",
 ]
 
 Count = Annotated[int, Field(ge=0)]
@@ -84,6 +91,37 @@ class Hit(_Answer):
     blocks: Count
     tokens: Count
     tiers: list[TierName]
+
+
+class NodeHit(_Answer):
+    """What one node holds of a prefix, or why it does not say."""
+
+    node: str | None
+    url: str | None
+    """Where it was asked; null for the node that answers."""
+    blocks: Count
+    tokens: Count
+    tokens_by_tier: Counts
+    error: Literal["down", "late", "refused", "unknown-namespace"] | None
+    detail: str
+    age_s: Seconds | None
+    """Since it last answered; null for never."""
+
+
+class Where(_Answer):
+    blocks: Count
+    """How many were asked for."""
+    nodes: list[NodeHit]
+
+
+class PeerHit(_Answer):
+    """What one node tells another; `instance` names this run of it."""
+
+    node: Annotated[str, Field(pattern=f"^{TENANT_NAME.pattern}$")]
+    instance: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+    blocks: Count
+    tokens: Count
+    tokens_by_tier: Counts
 
 
 class Ticket(_Answer):
@@ -143,6 +181,20 @@ class Pinned(_Answer):
     blocks: Count
     nbytes: Count
     ttl_s: Seconds
+
+
+class Breakpoint(_Answer):
+    tokens: Count
+    """How many it holds: the published ones in whole blocks."""
+    blocks: Count
+    nbytes: Count
+    ttl_s: Seconds
+    """From its last hit."""
+
+
+class Breakpoints(_Answer):
+    breakpoints: list[Breakpoint]
+    """In the order of the request."""
 
 
 class Unpinned(_Answer):
@@ -239,6 +291,82 @@ class Stats(_Answer):
     http: dict[str, Any]
     tenants: dict[str, Tenant]
     tiers: dict[TierName, dict[str, Any]]
+    shared: dict[str, Any] | None = None
+    insight: dict[str, Any] | None = None
+
+
+class InsightTally(_Answer):
+    """Hit and lost tokens add up to those requested; causes are listed in docs/insight.md."""
+
+    requests: Count
+    requested_tokens: Count
+    hit_tokens: Counts
+    lost_tokens: Counts
+    lost_s: dict[str, Seconds]
+    lost_price: dict[str, float] | None
+
+
+class InsightRegret(_Answer):
+    tokens: Count
+    lost_tokens: Count
+    """Of them: what no tier had any more."""
+    within: Counts
+
+
+class InsightTenant(InsightTally):
+    regret: dict[TierName, InsightRegret]
+    audits: dict[str, Any] | None
+
+
+class InsightDivergence(_Answer):
+    token: Count
+    requests: Count
+    share: Annotated[float, Field(ge=0)]
+    lost_tokens: Count
+    text: dict[str, Any] | None = None
+
+
+class InsightTemplate(InsightTally):
+    id: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
+    label: str | None
+    parent: str | None
+    tenant: str
+    namespace: Hash
+    model: str | None
+    start: Count
+    end: Count
+    entered: Count
+    divergences: list[InsightDivergence]
+    text: list[int] | None = None
+
+
+class InsightRate(_Answer):
+    tier: TierName
+    factor: float
+    capacity_blocks: Count
+    hit_blocks: Count
+    hit_rate: Annotated[float, Field(ge=0, le=1)]
+
+
+class WhatIf(_Answer):
+    since: Seconds
+    block_bytes: Count
+    mixed: bool
+    blocks: Count
+    rates: list[InsightRate]
+
+
+class Insight(InsightTally):
+    """Documented in docs/insight.md."""
+
+    enabled: bool
+    since: Seconds
+    sample: float
+    dropped: Count
+    tenants: dict[str, InsightTenant]
+    templates: list[InsightTemplate]
+    rest: InsightTally
+    whatif: WhatIf | None
 
 
 class Health(_Answer):
@@ -267,3 +395,22 @@ class Trunk(_Answer):
 
 class Trunks(_Answer):
     trunks: list[Trunk]
+
+
+class TraceRow(_Answer):
+    """A request, with hashes for names."""
+
+    timestamp: int
+    """Arrival, milliseconds since the epoch."""
+    input_length: Count
+    output_length: Count
+    hash_ids: list[Count]
+    session_id: str | None = None
+    tenant: str
+    block_tokens: Annotated[int, Field(ge=1)]
+
+
+class TracePage(_Answer):
+    rows: list[TraceRow]
+    last: Count
+    missed: Count | None

@@ -12,34 +12,41 @@ from tierkv.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 from tierkv.service.tokens import Role, Token, TokenFile, parse_token
 from tierkv.wire import TENANT_HEADER, check_tenant
 
-__all__ = ["CALLER", "OPEN_ROUTES", "Authority", "Caller", "may"]
+__all__ = ["CALLER", "NODE_ROUTES", "OPEN_ROUTES", "Authority", "Caller", "may"]
 
 CALLER = "tierkv.caller"
 """Key of the `Caller` of a request."""
 OPEN_ROUTES = frozenset({("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/"), ("GET", "/page/{part}")})
 """Routes that need no token: health, and the files of the dashboard. They tell nothing about blocks or tenants."""
+NODE_ROUTES = frozenset({("POST", "/v1/peer/lookup")})
+"""Routes for other nodes: they check a signature of their own (`tierkv.service.cluster.signing`), and no token."""
 _READER = frozenset(
     {
         ("GET", "/metrics"),
         ("GET", "/openapi.json"),
         ("GET", "/v1/events"),
+        ("GET", "/v1/insight"),
         ("GET", "/v1/namespaces"),
         ("GET", "/v1/stats"),
+        ("GET", "/v1/trace"),
         ("GET", "/v1/trunks"),
         ("POST", "/v1/{ns}/lookup"),
+        ("POST", "/v1/{ns}/where"),
     }
 )
 _ENGINE = _READER | {
     ("PUT", "/v1/namespaces"),
     ("DELETE", "/v1/namespaces/{ns}"),
     ("GET", "/v1/attach"),
-    *(("POST", f"/v1/{{ns}}/{verb}") for verb in ("prefetch", "acquire", "reserve", "touch", "pin", "unpin")),
+    *(("POST", f"/v1/{{ns}}/{verb}") for verb in ("prefetch", "acquire", "reserve", "touch")),
+    *(("POST", f"/v1/{{ns}}/{verb}") for verb in ("pin", "unpin", "breakpoints")),
     *(("POST", f"/v1/{{ns}}/blocks:{verb}") for verb in ("get", "put")),
     *((method, "/v1/{ns}/blocks/{hash}") for method in ("GET", "PUT", "DELETE")),
     *(("POST", f"/v1/{{ns}}/sessions/{{id}}/{verb}") for verb in ("end", "pause")),
     *(("POST", f"/v1/leases/{{id}}/{verb}") for verb in ("commit", "abort", "release", "renew")),
     *((method, "/v1/tickets/{id}") for method in ("GET", "DELETE")),
     ("POST", "/v1/tickets/{id}/wait"),
+    ("POST", "/v1/insight/audits"),
 }
 _ALLOWED: Mapping[Role, frozenset[tuple[str, str]]] = {"reader": _READER, "engine": _ENGINE}
 """An operator may ask everything, and nobody else what is not listed."""

@@ -11,7 +11,8 @@ from pydantic import BaseModel
 
 from tierkv.errors import InvalidRequest
 from tierkv.service import answers, messages
-from tierkv.service.query import HASH_PATTERN, SECONDS_PATTERN, WHOLE_PATTERN
+from tierkv.service.cluster.signing import NODE_HEADER, NODE_PATTERN
+from tierkv.service.query import HASH_PATTERN, NUMBER_PATTERN, SECONDS_PATTERN, WHOLE_PATTERN
 from tierkv.wire import CHECKSUM_HEADER, FRAME_TYPE, HIT_HEADER, MISS_HEADER, PAYLOAD_TYPE, TIER_HEADER
 
 __all__ = ["OPERATIONS", "Operation", "Parameter", "refuse_unknown_parameters"]
@@ -80,7 +81,17 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("DELETE", "/v1/namespaces/{ns}"): Operation(
         "Unpublish the tenant's blocks of a namespace", {200: answers.Removed}, by_tenant=True
     ),
-    ("POST", "/v1/{ns}/lookup"): _about_chain("Find the published prefix", messages.ChainRequest, answers.Hit),
+    ("POST", "/v1/{ns}/lookup"): _about_chain("Find the published prefix", messages.LookupRequest, answers.Hit),
+    ("POST", "/v1/{ns}/where"): _about_chain(
+        "Find which nodes hold how much of a prefix", messages.WhereRequest, answers.Where
+    ),
+    ("POST", "/v1/peer/lookup"): Operation(
+        "Answer another node's question what is here",
+        {200: answers.PeerHit},
+        messages.PeerRequest,
+        problems=(404,),
+        headers={NODE_HEADER: Parameter("signature of the asking node", NODE_PATTERN)},
+    ),
     ("POST", "/v1/{ns}/touch"): _about_chain("Report reads in place", messages.TouchRequest, answers.Done),
     ("POST", "/v1/{ns}/prefetch"): _about_chain(
         "Start loading the published prefix", messages.PrefetchRequest, answers.Ticket, status=202
@@ -92,6 +103,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Ask for room for blocks to be written", messages.ReserveRequest, answers.Reserved
     ),
     ("POST", "/v1/{ns}/pin"): _about_chain("Keep a prefix in memory", messages.PinRequest, answers.Pinned),
+    ("POST", "/v1/{ns}/breakpoints"): _about_chain(
+        "Keep prefixes in memory for a while after each use", messages.BreakpointsRequest, answers.Breakpoints
+    ),
     ("POST", "/v1/{ns}/unpin"): _about_chain("End a pin", messages.ChainRequest, answers.Unpinned),
     ("GET", "/v1/tickets/{id}"): Operation("Progress of a prefetch", {200: answers.Progress}, by_tenant=True),
     ("POST", "/v1/tickets/{id}/wait"): Operation(
@@ -179,6 +193,19 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "The prefix tree, folded",
         {200: answers.Trunks},
         query={"most": Parameter("how many trunks at most", "^([0-9]{1,4}|10000)$")},
+    ),
+    ("GET", "/v1/insight"): Operation("Why prompts were not cached", {200: answers.Insight}),
+    ("POST", "/v1/insight/audits"): Operation(
+        "Tell what audits found",
+        {200: answers.Accepted},
+        messages.AuditsRequest,
+        problems=(404,),
+        by_tenant=True,
+    ),
+    ("GET", "/v1/trace"): Operation(
+        "What was asked for, as salted hashes",
+        {200: answers.TracePage},
+        query={"after": Parameter("`last` of the answer before; without it nothing but that", NUMBER_PATTERN)},
     ),
     ("GET", "/"): Operation("The dashboard", {200: "text/html"}),
     ("GET", "/page/{part}"): Operation("Parts of the dashboard", {200: "*/*"}),

@@ -19,7 +19,10 @@ from tierkv.core.engine import Engine
 from tierkv.core.state import NamespaceInfo
 from tierkv.core.tenants import Tenant
 from tierkv.errors import NotFound, Unavailable
+from tierkv.insight.live import Insight
+from tierkv.insight.traces.recorder import Recorder
 from tierkv.service.auth import CALLER, Authority, Caller
+from tierkv.service.cluster.peers import Peers
 from tierkv.service.connections import Connections
 from tierkv.service.limits import Admission
 from tierkv.wire import GENERATION_HEADER, JSON_TYPE, MSGPACK_TYPE, decode, encode
@@ -76,6 +79,10 @@ class Context:
     ----------
     generation
         Random name of this run of the daemon: a client that sees another one attaches anew.
+    recorder
+        Records requests for whoever follows them.
+    insight
+        Looks into requests, unless that is switched off.
     threads
         Where bytes are hashed and stores are written, so that the event loop never waits for them.
     """
@@ -84,6 +91,9 @@ class Context:
     engine: Engine
     authority: Authority
     connections: Connections
+    peers: Peers
+    recorder: Recorder
+    insight: Insight | None = None
     admission: Admission = field(default_factory=Admission)
     requests: Requests = field(default_factory=Requests)
     generation: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -119,7 +129,8 @@ class Context:
             "refused": {limit: count for limit, count in refused.items() if count},
             "cut": dict(self.connections.cut),
         }
-        return {"generation": self.generation, **self.engine.stats(), "http": http}
+        insight = self.insight.summary() if self.insight is not None else None
+        return {"generation": self.generation, **self.engine.stats(), "insight": insight, "http": http}
 
     def stats_for(self, request: web.Request) -> dict[str, Any]:
         """Return the stats that a request may be shown: of the tenants only its own, unless it is an operator's."""

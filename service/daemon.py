@@ -19,10 +19,15 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tierkv.config import Config
-from tierkv.core.build import build_engine, make_state_directory
+from tierkv.core.build import build_engine, make_state_directory, server_secret
 from tierkv.errors import ConfigError, StorageError, StoreInUse, Unavailable
+from tierkv.insight.live import Insight
+from tierkv.insight.traces.files import TraceFiles
+from tierkv.insight.traces.recorder import Recorder
+from tierkv.insight.traces.row import trace_salt
 from tierkv.service.app import make_app
 from tierkv.service.auth import Authority
+from tierkv.service.cluster.peers import Peers
 from tierkv.service.connections import RETRY_AFTER_S, Connections
 from tierkv.service.context import Context
 from tierkv.service.kv_events import publishing
@@ -92,7 +97,14 @@ async def run_daemon(config: Config, reread: Callable[[], Config], on_ready: Cal
         engine = await asyncio.to_thread(build_engine, config)
         stack.push_async_callback(asyncio.to_thread, engine.close)
         await stack.enter_async_context(publishing(config.kv_events, engine))
-        context = Context(config, engine, authority, connections)
+        secret = await asyncio.to_thread(server_secret, config)
+        peers = await stack.enter_async_context(Peers(config, secret))
+        insight = Insight(engine, config, secret) if config.insight.enabled else None
+        if insight is not None:
+            stack.push_async_callback(asyncio.to_thread, insight.close)
+        recorder = Recorder(engine, trace_salt(secret), _trace_files(config))
+        stack.push_async_callback(asyncio.to_thread, recorder.close)
+        context = Context(config, engine, authority, connections, peers, recorder, insight)
         stack.callback(context.threads.shutdown)
         runner = web.AppRunner(
             make_app(context),
@@ -178,6 +190,11 @@ def _allow_files(connections: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _trace_files(config: Config) -> TraceFiles | None:
+    insight = config.insight
+    return None if insight.trace is None else TraceFiles(insight.trace, insight.trace_size)
 
 
 def _http_log() -> logging.Logger:

@@ -31,6 +31,7 @@ _CHUNK_BYTES = 64 << 10
 _GATHER_S = 0.02
 """What follows an event within so many seconds is sent together with it."""
 _MEDIA = {"hot": "GPU", "warm": "CPU", "cold": "DISK"}
+"""By tier. What is in the shared tier only is everybody's, and not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +174,8 @@ def _vllm(event: Event, block_tokens: int) -> Iterator[dict[str, Any]]:
     elif event.kind in ("promoted", "demoted"):
         target = details["move"].rpartition(">")[2]
         yield _block_stored(event.at, event.keys, details["parent"], block_tokens, target)
-    else:
-        medium = _MEDIA[details["tier"]] if event.kind != "removed" else None
+    elif event.kind == "removed" or details["tier"] in _MEDIA:
+        medium = None if event.kind == "removed" else _MEDIA[details["tier"]]
         yield {"type": "BlockRemoved", "ts": event.at, "block_hashes": event.keys, "medium": medium}
 
 

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from tierkv.config import Config
 from tierkv.errors import Forbidden, InvalidRequest
-from tierkv.service.auth import CALLER, OPEN_ROUTES, may
+from tierkv.service.auth import CALLER, NODE_ROUTES, OPEN_ROUTES, may
 from tierkv.service.context import CONTEXT, MESSAGE_BYTES, Context
 from tierkv.service.limits import ALWAYS_SERVED, LEASING_ROUTES, SHARE
 
@@ -26,7 +26,9 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     context = request.app[CONTEXT]
     context.connections.begin(request)
     try:
-        _check_origin(request, context.config)
+        if (request.method, _route(request)) not in NODE_ROUTES:  # nodes have many names, and pages cannot sign
+            _check_host(request, context.config)
+        _check_origin(request)
         _check_caller(request, context)
         with context.requests.serving():
             return await handler(request)
@@ -54,7 +56,7 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
 
 
-def _check_origin(request: web.Request, config: Config) -> None:
+def _check_host(request: web.Request, config: Config) -> None:
     host = request.headers.get("Host", "")
     if host:  # DNS rebinding
         name = _hostname(f"//{host}")
@@ -63,6 +65,10 @@ def _check_origin(request: web.Request, config: Config) -> None:
                 f"host {host[:100]!r} is not this daemon",
                 remedy="address it as localhost or 127.0.0.1, or add the name to auth.allowed_hosts",
             )
+
+
+def _check_origin(request: web.Request) -> None:
+    host = request.headers.get("Host", "")
     origin = request.headers.get("Origin")
     if origin is not None and origin.partition("://")[2] != host:  # cross-site request forgery
         raise InvalidRequest("requests of other sites are not served", remedy="call the daemon from outside a browser")
@@ -76,7 +82,7 @@ def _check_caller(request: web.Request, context: Context) -> None:
     """Note on the request whom it is from, if its route cares."""
     route = _route(request)
     method = "GET" if request.method == "HEAD" else request.method
-    if (method, route) in OPEN_ROUTES:
+    if (method, route) in OPEN_ROUTES | NODE_ROUTES:
         return
     caller = context.authority.caller(request.headers)
     if route and not may(caller.role, method, route):

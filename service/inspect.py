@@ -153,9 +153,10 @@ def print_store(found: Mapping[str, Any], console: Console) -> None:
 
 def _names(settings: Config) -> dict[str, str]:
     """Return tenant names by id, as far as they can be told."""
-    if settings.state_dir is None or not (settings.state_dir / "secret").exists():
+    path = settings.secret or (settings.state_dir / "secret" if settings.state_dir is not None else None)
+    if path is None or not path.exists():
         return {}
-    tenants = Tenants(read_secret(settings.state_dir / "secret"), {}, len(settings.tenants) + 1)
+    tenants = Tenants(read_secret(path), {}, len(settings.tenants) + 1)
     return {tenants.named(name).id.hex(): name for name in {"default", *settings.tenants}}
 
 

@@ -40,6 +40,7 @@ _WAITING_BATCHES = 10_000
 """For a subscriber that does not keep up; what goes beyond it misses, and can see that by the sequence numbers."""
 _END = (-1).to_bytes(8, "big", signed=True)
 _MEDIA = {"hot": "GPU", "warm": "CPU", "cold": "STORAGE"}
+"""By tier. What is in the shared tier only is everybody's, and not told."""
 _BITS = {medium: 1 << place for place, medium in enumerate(_MEDIA.values())}
 _LOOPBACK = ("127.0.0.1", "[::1]")
 
@@ -75,7 +76,9 @@ class Mirror:
         if event.kind == "stored":
             yield from self._stored(event)
         elif event.kind in ("promoted", "demoted"):
-            medium = _MEDIA[event.details["move"].rpartition(">")[2]]
+            medium = _MEDIA.get(event.details["move"].rpartition(">")[2])
+            if medium is None:
+                return
             parent = self._hash(event.details["parent"])
             for key in event.keys:  # each follows the same parent: siblings, not a run
                 known = self._known.get(key)
@@ -83,7 +86,8 @@ class Mirror:
                     self._arrived(key, known, medium)
                     yield self._block_stored(event, [known[3:]], parent, medium, _group(known))
         elif event.kind in ("evicted", "corrupt"):
-            yield from self._left(event.keys, (_MEDIA[event.details["tier"]],))
+            medium = _MEDIA.get(event.details["tier"])
+            yield from self._left(event.keys, () if medium is None else (medium,))
         elif event.kind == "removed":
             yield from self._left(event.keys, _BITS)
 

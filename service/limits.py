@@ -17,7 +17,7 @@ ALWAYS_SERVED = frozenset(
     {"/healthz", "/readyz", "/metrics", "/v1/leases/{id}/release", "/v1/leases/{id}/abort"},
 )
 """Routes that are served under any load: they wait for nothing, and tell about the load or make it less."""
-LEASING_ROUTES = frozenset({"/v1/{ns}/acquire", "/v1/{ns}/reserve", "/v1/{ns}/pin"})
+LEASING_ROUTES = frozenset({"/v1/{ns}/acquire", "/v1/{ns}/reserve", "/v1/{ns}/pin", "/v1/{ns}/breakpoints"})
 SHARE = "tierkv.share"
 """Key of a request's `Share`."""
 

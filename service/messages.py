@@ -21,16 +21,21 @@ from pydantic import (
 
 from tierkv.core.state import NamespaceInfo
 from tierkv.errors import InvalidRequest
-from tierkv.keys import HASH_BYTES, adopt_chain, chain_hashes, chain_root
+from tierkv.insight.breakpoints import TimeClass
+from tierkv.keys import HASH_BYTES, TENANT_NAME, adopt_chain, chain_hashes, chain_root
+from tierkv.service.audits import AUDIT_SCHEMA
 from tierkv.spec import DTYPE_BYTES, LOSSY_CODECS, KVSpec
 from tierkv.wire import SESSION_CHARACTERS
 
 __all__ = [
     "AcquireRequest",
+    "AuditsRequest",
     "BlocksRequest",
+    "BreakpointsRequest",
     "ChainRequest",
     "CommitRequest",
     "PauseRequest",
+    "PeerRequest",
     "PinRequest",
     "PrefetchRequest",
     "ReleaseRequest",
@@ -39,10 +44,12 @@ __all__ = [
     "SpecMessage",
     "TouchRequest",
     "WaitRequest",
+    "WhereRequest",
     "parse",
     "parse_spec",
 ]
 
+_MOST_BREAKPOINTS = 64
 _HEX = re.compile("(?:[0-9a-fA-F]{2})*")
 _INDEX = re.compile("[0-9]{1,9}")
 
@@ -124,6 +131,7 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+AUDITS_AT_ONCE = 64
 _WAYS = ("hashes", "engine_hashes", "tokens")
 
 
@@ -237,6 +245,20 @@ class TouchRequest(ChainRequest):
     group: Annotated[int, Field(ge=0, lt=2**16, strict=True)] = 0
 
 
+class WhereRequest(ChainRequest):
+    """`wait_s`: for the answers of other nodes."""
+
+    wait_s: Seconds = 0.05
+
+
+class PeerRequest(_Message):
+    """What a node asks another about a chain of a tenant."""
+
+    tenant: Annotated[str, Field(pattern=f"^{TENANT_NAME.pattern}$", strict=True)]
+    namespace: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * HASH_BYTES}}}$", strict=True)]
+    hashes: Hashes
+
+
 class PrefetchRequest(ChainRequest):
     deadline_s: Ttl = 60.0
 
@@ -259,10 +281,28 @@ class AcquireRequest(ChainRequest):
     prefill_tokens_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
     session: SessionName = ""
     groups: Annotated[list[StrictInt], Field(fail_fast=True)] | None = None
+    handoff: StrictBool = False
+
+
+class LookupRequest(ChainRequest):
+    """`wait_s`: longest wait for what other machines have; 0: what is known here."""
+
+    wait_s: Seconds = 0.0
 
 
 class PinRequest(ChainRequest):
     ttl_s: Ttl
+
+
+class BreakpointMessage(_Message):
+    """The first `tokens` tokens of the chain, without it all of them, for `ttl` after their last use."""
+
+    tokens: Count | None = None
+    ttl: TimeClass = "5m"
+
+
+class BreakpointsRequest(ChainRequest):
+    breakpoints: Annotated[list[BreakpointMessage], Field(min_length=1, max_length=_MOST_BREAKPOINTS)]
 
 
 class PauseRequest(_Message):
@@ -292,6 +332,12 @@ class ReleaseRequest(_Message):
 
 class RenewRequest(_Message):
     ttl_s: Ttl
+
+
+class AuditsRequest(_Message):
+    """Results of audits, as `AuditResult.to_dict` makes them."""
+
+    audits: Annotated[list[Annotated[Any, WithJsonSchema(AUDIT_SCHEMA)]], Field(max_length=AUDITS_AT_ONCE)]
 
 
 class BlocksRequest(_Message):

@@ -42,6 +42,35 @@ _LABELLED = {
 }
 
 
+_SHARED_TOTALS = {
+    "uploaded_blocks": "Blocks written to the shared tier.",
+    "uploaded_bytes": "Payload bytes written to the shared tier, before compression.",
+    "bytes_in": "Bytes of coded blocks read from the shared tier.",
+    "bytes_out": "Bytes of coded blocks written to the shared tier.",
+    "cleared": "Areas that another machine has cleared.",
+    "deleted": "Blocks that another machine has deleted.",
+    "opened": "Times the shared tier was found not to answer.",
+    "hedged": "Reads of the shared tier that were asked a second time.",
+}
+_SHARED_LABELLED = {
+    "skipped": ("reason", "Blocks that were to be written to the shared tier, and were not."),
+    "probes": ("outcome", "Requests that asked the shared tier what it has."),
+    "claims": ("outcome", "Prefills announced to other machines."),
+    "failures": ("kind", "Calls to the shared tier that came to nothing."),
+}
+
+
+_INSIGHT_TOTALS = {
+    "requests": "Requests that were looked into.",
+    "dropped": "Requests that were not looked into, because others came too fast.",
+}
+_INSIGHT_LABELLED = {
+    "lost_tokens": ("cause", "Tokens asked for and not served, block by block, by cause."),
+    "regret_tokens": ("tier", "Tokens that a tier gave up and that were wanted again."),
+    "audits": ("verdict", "Hits that engines computed again and compared."),
+}
+
+
 class _Snapshot(Collector):
     def __init__(self, stats: Mapping[str, Any]) -> None:
         self._stats = stats
@@ -95,8 +124,47 @@ class _Snapshot(Collector):
         yield GaugeMetricFamily(
             "tierkv_published_blocks", "Blocks that can be hit.", value=self._stats["published_blocks"]
         )
+        yield from self._shared()
+        yield from self._insight()
         yield from self._http()
         yield GaugeMetricFamily("tierkv_uptime_seconds", "Seconds since start.", value=self._stats["uptime_s"])
+
+    def _shared(self) -> Iterator[Metric]:
+        """Of the shared tier; without one all is 0."""
+        shared = self._stats.get("shared", {})
+        for name, value, help_text in (
+            ("up", shared.get("state") == "closed", "Whether the shared tier answers."),
+            ("full", shared.get("full", False), "Whether the shared tier refuses blocks for want of room."),
+            ("capacity_bytes", shared.get("capacity_bytes", 0), "What the shared tier's engine may use; 0: no bound."),
+            ("used_bytes", shared.get("used_bytes", 0), "What the shared tier's engine uses."),
+            ("known_blocks", shared.get("known_blocks", 0), "Blocks known to lie in the shared tier."),
+            ("waiting_blocks", shared.get("waiting_blocks", 0), "Blocks that wait to be written to the shared tier."),
+        ):
+            yield GaugeMetricFamily(f"tierkv_shared_{name}", help_text, value=float(value))
+        for name, help_text in _SHARED_TOTALS.items():
+            yield CounterMetricFamily(f"tierkv_shared_{name}", help_text, value=shared.get(name, 0))
+        for name, (label, help_text) in _SHARED_LABELLED.items():
+            family = CounterMetricFamily(f"tierkv_shared_{name}", help_text, labels=[label])
+            for label_value, count in sorted(shared.get(name, {}).items()):
+                family.add_metric([label_value], count)
+            yield family
+
+    def _insight(self) -> Iterator[Metric]:
+        """Of requests that were looked into; where that is switched off all is 0."""
+        insight = self._stats.get("insight") or {}
+        for name, help_text in _INSIGHT_TOTALS.items():
+            yield CounterMetricFamily(f"tierkv_insight_{name}", help_text, value=insight.get(name, 0))
+        for name, (label, help_text) in _INSIGHT_LABELLED.items():
+            family = CounterMetricFamily(f"tierkv_insight_{name}", help_text, labels=[label])
+            for value, count in sorted(insight.get(name, {}).items()):
+                family.add_metric([value], count)
+            yield family
+        ratio = GaugeMetricFamily(
+            "tierkv_insight_hit_ratio", "Share of blocks that other capacities would have found.", labels=["capacity"]
+        )
+        for capacity, value in sorted(insight.get("hit_ratio", {}).items()):
+            ratio.add_metric([capacity], value)
+        yield ratio
 
     def _http(self) -> Iterator[Metric]:
         http = self._stats["http"]

@@ -11,6 +11,7 @@ from tierkv.keys import HASH_BYTES
 
 __all__ = [
     "HASH_PATTERN",
+    "NUMBER_PATTERN",
     "SECONDS_PATTERN",
     "WHOLE_PATTERN",
     "parse_hash",
@@ -21,6 +22,7 @@ __all__ = [
 
 HASH_PATTERN = f"^[0-9a-f]{{{2 * HASH_BYTES}}}$"
 WHOLE_PATTERN = "^[0-9]{1,9}$"
+NUMBER_PATTERN = "^[0-9]{1,18}$"
 SECONDS_PATTERN = r"^[0-9]{1,9}(\.[0-9]{1,9})?$"
 
 

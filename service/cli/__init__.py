@@ -12,11 +12,14 @@ import typer
 
 from tierkv import __version__
 from tierkv.errors import TierKVError
-from tierkv.service.cli import bench, config, token
+from tierkv.service.cli import audit, bench, config, token, trace
+from tierkv.service.cli.cost import cost
 from tierkv.service.cli.engine_args import engine_args
+from tierkv.service.cli.lint import lint
+from tierkv.service.cli.plan import plan
 from tierkv.service.cli.replay import replay
 from tierkv.service.cli.run import demo, serve
-from tierkv.service.cli.watch import clear, doctor, health, inspect, status, top
+from tierkv.service.cli.watch import clear, doctor, health, insight, inspect, status, top
 
 __all__ = ["app", "main"]
 
@@ -63,8 +66,14 @@ def _root(
     pass
 
 
-for command in (serve, status, health, top, inspect, clear, doctor, engine_args, demo, replay):
+_COMMANDS = (
+    *(serve, status, health, top, insight, inspect, clear, doctor),
+    *(engine_args, demo, replay, plan, cost, lint),
+)
+for command in _COMMANDS:
     app.command()(command)
+app.add_typer(audit.app, name="audit")
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(token.app, name="token")
+app.add_typer(trace.app, name="trace")

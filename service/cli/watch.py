@@ -12,7 +12,7 @@ import typer
 
 from tierkv.service.cli.options import ConfigOption, JsonOption, StateDirOption, UrlOption
 
-__all__ = ["clear", "doctor", "health", "inspect", "status", "top"]
+__all__ = ["clear", "doctor", "health", "insight", "inspect", "status", "top"]
 
 
 def status(url: UrlOption, as_json: JsonOption = False) -> None:
@@ -51,6 +51,19 @@ def top(
         show(url, interval, Console(), once=once)
     except KeyboardInterrupt:
         raise typer.Exit from None
+
+
+def insight(url: UrlOption, as_json: JsonOption = False) -> None:
+    """Show why prompts were not cached, where they leave their templates, and what more room would have given."""
+    from rich.console import Console
+
+    from tierkv.service.insight import ask_insight, print_insight
+
+    found = ask_insight(url)
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        print_insight(found, Console())
 
 
 def inspect(

@@ -36,6 +36,23 @@ function minutes(span) {
   return span < 60 ? `${Math.round(span)} s` : `${(span / 60).toFixed(1).replace(".0", "")} min`;
 }
 
+/**
+ * Lines of shares over some named places along.
+ *
+ * `lines`: {name, shares}, a share for each of `places`; `label`: what the picture says, in words.
+ */
+export function curves(lines, places, label) {
+  const x = (at) => places.length < 2 ? 50 : (100 * at) / (places.length - 1);
+  const y = (share) => (100 * (1 - share)).toFixed(2);
+  const grid = [0, 0.5, 1].map((share) => h("line", { class: "grid", x1: 0, x2: 100, y1: y(share), y2: y(share) }));
+  const drawn = lines.map(({ name, shares }) => h("polyline", {
+    class: `curve ${name}`, points: shares.map((share, at) => `${x(at).toFixed(2)},${y(share)}`).join(" ") }));
+  return h("figure", { class: "plot" },
+    h("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": label }, grid, drawn),
+    h("div", { class: "up", "aria-hidden": "true" }, ["100 %", "50 %", "0 %"].map((text) => h("span", null, text))),
+    h("div", { class: "along", "aria-hidden": "true" }, places.map((text) => h("span", null, text))));
+}
+
 /** A bar of parts of a whole, {name, share}, for the eye: a number is beside it. `mark`: a line at this share, if any. */
 export function bar(parts, mark = null) {
   return h("span", { class: "bar", "aria-hidden": "true" },

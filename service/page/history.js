@@ -32,7 +32,7 @@ export class History {
     return Math.min(SPAN_S, Math.max(SHORTEST_SPAN_S, Math.ceil(all / 60) * 60));
   }
 
-  /** Samples without a gap between them, for each a run of {t, hot, warm, cold}: shares of requested tokens. */
+  /** Samples without a gap between them, for each a run of {t, hot, warm, cold, shared}: shares of requested tokens. */
   hitRates() {
     const runs = [];
     this.#samples.forEach((sample, at) => {
@@ -68,7 +68,7 @@ export class History {
     const requested = now.requested_tokens - before.requested_tokens;
     if (requested <= 0) return null;
     const share = (tier) => ((now.hit_tokens[tier] ?? 0) - (before.hit_tokens[tier] ?? 0)) / requested;
-    return { hot: share("hot"), warm: share("warm"), cold: share("cold") };
+    return { hot: share("hot"), warm: share("warm"), cold: share("cold"), shared: share("shared") };
   }
 
   /** The earliest sample of the last `span` seconds with no gap in between. */

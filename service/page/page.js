@@ -3,20 +3,23 @@
 import { render } from "./dom.js";
 import { count, seconds } from "./format.js";
 import { History } from "./history.js";
+import * as insightful from "./insight.js";
 import * as sections from "./sections.js";
 import { Denied, credentials, follow } from "./stream.js";
 
 const STREAM = "/v1/events?stats=1&kinds=missed,corrupt,expired&last=2000";
 const TRUNKS = "/v1/trunks?most=24";
-const TRUNKS_EVERY_MS = 5_000;
+const INSIGHT = "/v1/insight";
+const ASK_EVERY_MS = 5_000; // what the stream does not tell
 const LATEST = 8; // misses and faults that are listed
-const SECTIONS =
-  ["figures", "hits", "tiers", "flow", "prefetch", "tenants", "trunks", "misses", "leases", "segments", "faults"];
+const SECTIONS = { ...sections, ...insightful };
+const PLACES = ["figures", "hits", "tiers", "flow", "prefetch", "causes", "templates", "room", "regret", "shared",
+  "tenants", "trunks", "misses", "leases", "segments", "faults", "audits"];
 const TOKEN = "tierkv-token";
 const STATES = { live: "live", lost: "not reachable, trying again" };
 
 const at = (id) => document.getElementById(id);
-const view = { stats: null, history: new History(), trunks: [], misses: [], faults: [], now: 0 };
+const view = { stats: null, history: new History(), trunks: [], insight: null, misses: [], faults: [], now: 0 };
 let current = 0; // counts the tokens that were tried
 
 function onState(state) {
@@ -39,29 +42,31 @@ function onEvent(kind, data) {
 
 function show() {
   at("board").hidden = false;
-  for (const name of SECTIONS) render(at(name), sections[name](view));
+  for (const name of PLACES) render(at(name), SECTIONS[name](view));
   const { stats } = view;
   const about = [`up ${seconds(stats.uptime_s)}`, `${count(stats.namespaces)} namespaces`, `run ${stats.generation}`];
   at("about").textContent = about.join(" · ");
   document.body.dataset.generation = stats.generation;
 }
 
-async function keepTrunks(token) {
+/** Ask for what is at `path` again and again, and hand it to `take`. */
+async function keep(path, token, take) {
   const mine = current;
   while (mine === current) {
     try {
-      const response = await fetch(TRUNKS, { headers: credentials(token), cache: "no-store" });
-      if (response.ok) view.trunks = (await response.json()).trunks;
+      const response = await fetch(path, { headers: credentials(token), cache: "no-store" });
+      if (response.ok) take(await response.json());
     } catch {
       // The stream says that the daemon is gone.
     }
-    await new Promise((resolve) => setTimeout(resolve, TRUNKS_EVERY_MS));
+    await new Promise((resolve) => setTimeout(resolve, ASK_EVERY_MS));
   }
 }
 
 async function start(token) {
   current += 1;
-  keepTrunks(token);
+  keep(TRUNKS, token, ({ trunks }) => (view.trunks = trunks));
+  keep(INSIGHT, token, (insight) => (view.insight = insight));
   try {
     await follow(STREAM, token, onEvent, onState);
   } catch (error) {

@@ -1,48 +1,18 @@
-// What each section shows, as descriptions of elements. A number of the stats carries its path as `data-stat`.
+// What each section about the stats shows, as descriptions of elements.
 
 import { bar, columns, stacked } from "./charts.js";
 import { h } from "./dom.js";
 import { ago, bytes, clock, count, percent, rate, seconds, sum, words } from "./format.js";
+import { key, list, plain, quiet, ratio, stat, table } from "./parts.js";
 
 export const TIERS = ["hot", "warm", "cold"];
-
-function plain(value, text) {
-  return h("data", { value }, text);
-}
-
-/** A number of the stats: the value at `path`, 0 where a counter has not counted yet. */
-function stat(stats, path, show) {
-  const value = path.split(".").reduce((part, name) => part?.[name], stats) ?? 0;
-  return h("data", { value, "data-stat": path }, show(value));
-}
-
-/** Terms and their numbers: [term, number, ...remarks] each. */
-function list(rows) {
-  return h("dl", null, rows.map(([term, ...said]) =>
-    h("div", null, h("dt", null, term), said.filter(Boolean).map((part) => h("dd", null, part)))));
-}
-
-/** A table whose first column names its rows. */
-function table(caption, heads, rows) {
-  return h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": caption },
-    h("table", null,
-      h("thead", null, h("tr", null, heads.map((head) => h("th", { scope: "col" }, head)))),
-      h("tbody", null, rows.map(([first, ...cells]) => h("tr", null,
-        h("th", { scope: "row", ...first.props }, first.text ?? first),
-        cells.map((cell) => h("td", null, cell)))))));
-}
-
-function quiet(text) {
-  return h("p", { class: "quiet" }, text);
-}
-
-function key(name) {
-  return h("span", { class: `key ${name}`, "aria-hidden": "true" });
-}
-
-function ratio(part, whole) {
-  return whole ? part / whole : null;
-}
+const SHARED_STATES = {
+  closed: "answers",
+  open: "does not answer, and is left alone for a while",
+  "half-open": "did not answer, and is asked again",
+  connecting: "is being connected to",
+  shut: "is closed",
+};
 
 export function figures({ stats, history }) {
   const { counters } = stats;
@@ -62,7 +32,7 @@ export function figures({ stats, history }) {
 
 export function hits({ stats, history, now }) {
   const runs = history.hitRates();
-  const tiers = TIERS.filter((tier) => stats.tiers[tier]);
+  const tiers = [...TIERS.filter((tier) => stats.tiers[tier]), ...(stats.shared ? ["shared"] : [])];
   const { counters } = stats;
   const minute = percent(history.hitRate(60));
   const { span } = history;
@@ -103,6 +73,7 @@ export function tiers({ stats }) {
 export function flow({ stats, history }) {
   const present = TIERS.filter((tier) => stats.tiers[tier]);
   const steps = present.slice(1).map((below, at) => [present[at], below]);
+  if (stats.shared) steps.push([present.includes("warm") ? "warm" : present[0], "shared"]);
   if (!steps.length) return quiet("There is one tier only.");
   const row = (verb, from, to) => {
     const move = `${from}>${to}`;
@@ -114,7 +85,8 @@ export function flow({ stats, history }) {
       stat(stats, `counters.${verb}_bytes.${move}`, bytes),
     ];
   };
-  const rows = steps.flatMap(([above, below]) => [row("promoted", below, above), row("demoted", above, below)]);
+  const rows = steps.flatMap(([above, below]) =>
+    below === "shared" ? [row("promoted", below, above)] : [row("promoted", below, above), row("demoted", above, below)]);
   return table("Flow between tiers", ["Move", "Now", "Blocks", "Bytes"], rows);
 }
 
@@ -283,5 +255,33 @@ export function faults({ stats, faults }) {
     rows.length ? list(rows) : quiet("None."),
     findings.length ? h("ul", { class: "findings" }, findings.map((text) => h("li", null, text))) : null,
     latest.length ? table("Latest faults", ["Time", "What", "Where", "Tenant"], latest) : null,
+  ];
+}
+
+export function shared({ stats, history }) {
+  const { shared } = stats;
+  if (!shared) return quiet("There is no shared tier.");
+  const perSecond = (name) => history.perSecond((s) => s.shared?.[name] ?? 0);
+  const counted = (group, title) => Object.keys(shared[group]).sort().map((name) => [
+    `${title} ${words(name)}`, stat(stats, `shared.${group}.${name}`, count)]);
+  const share = ratio(shared.used_bytes, shared.capacity_bytes);
+  return [
+    h("p", { class: shared.state === "closed" && !shared.full ? "quiet" : "bad" },
+      `${shared.kind}: ${SHARED_STATES[shared.state] ?? shared.state}${shared.full ? ", and is full" : ""}`),
+    bar([{ name: "shared", share }]),
+    list([
+      ["used", stat(stats, "shared.used_bytes", bytes), percent(share)],
+      ["capacity", shared.capacity_bytes ? stat(stats, "shared.capacity_bytes", bytes) : "no bound known"],
+      ["blocks known to be there", stat(stats, "shared.known_blocks", count)],
+      ["blocks waiting to be written", stat(stats, "shared.waiting_blocks", count)],
+      ["written", stat(stats, "shared.uploaded_bytes", bytes), rate(perSecond("bytes_out"))],
+      ["read, as stored there", stat(stats, "shared.bytes_in", bytes), rate(perSecond("bytes_in"))],
+      ...counted("skipped", "blocks not written:"),
+      ...counted("probes", "requests that asked it:"),
+      ...counted("claims", "prefills announced:"),
+      ...counted("failures", "calls that failed:"),
+    ]),
+    shared.last_error ? h("p", { class: "findings" }, `last error: ${shared.last_error}`) : null,
+    shared.warnings.length ? h("ul", { class: "findings" }, shared.warnings.map((text) => h("li", null, text))) : null,
   ];
 }

@@ -7,8 +7,10 @@ from aiohttp import web
 from tierkv.service.routes import (
     blocks,
     chains,
+    cluster,
     document,
     events,
+    insight,
     inventory,
     leases,
     namespaces,
@@ -17,6 +19,7 @@ from tierkv.service.routes import (
     sessions,
     single,
     tickets,
+    trace,
     trunks,
 )
 
@@ -25,6 +28,7 @@ __all__ = ["ROUTES"]
 ROUTES: list[web.RouteDef] = [
     *namespaces.ROUTES,
     *chains.ROUTES,
+    *cluster.ROUTES,
     *tickets.ROUTES,
     *leases.ROUTES,
     *blocks.ROUTES,
@@ -35,5 +39,7 @@ ROUTES: list[web.RouteDef] = [
     *document.ROUTES,
     *events.ROUTES,
     *trunks.ROUTES,
+    *insight.ROUTES,
+    *trace.ROUTES,
     *page.ROUTES,
 ]

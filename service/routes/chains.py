@@ -8,11 +8,14 @@ from aiohttp import web
 
 from tierkv.core.acquiring import Terms
 from tierkv.core.steps import run_async
+from tierkv.insight.breakpoints import TTL_S
 from tierkv.service.context import CONTEXT, Context
 from tierkv.service.logs import ASKED_WAIT_S
 from tierkv.service.messages import (
     AcquireRequest,
+    BreakpointsRequest,
     ChainRequest,
+    LookupRequest,
     PinRequest,
     PrefetchRequest,
     ReserveRequest,
@@ -27,8 +30,11 @@ __all__ = ["ROUTES"]
 async def lookup(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     info = context.namespace(request)
-    chain = parse(ChainRequest, await context.message(request)).chain(info, context.config.limits.blocks)
-    return context.answer(request, pack_hit(context.engine.reader.lookup(context.tenant(request), info.name, chain)))
+    message = parse(LookupRequest, await context.message(request))
+    chain = message.chain(info, context.config.limits.blocks)
+    wait_s = request[ASKED_WAIT_S] = min(message.wait_s, context.config.limits.wait)
+    hit = await run_async(context.engine.reader.find(context.tenant(request), info.name, chain, wait_s))
+    return context.answer(request, pack_hit(hit))
 
 
 async def touch(request: web.Request) -> web.Response:
@@ -64,6 +70,8 @@ async def acquire(request: web.Request) -> web.Response:
         message.prefill_tokens_per_s,
         message.session,
         None if message.groups is None else tuple(message.groups),
+        message.handoff,
+        message.tokens if context.config.insight.text and message.tokens else None,
     )
     chain = message.chain(info, limits.blocks)
     request[ASKED_WAIT_S] = terms.wait_s
@@ -104,6 +112,26 @@ async def pin(request: web.Request) -> web.Response:
     ttl_s = min(message.ttl_s, context.config.limits.pin)
     pinned = context.engine.hints.pin(context.tenant(request), info.name, chain, ttl_s)
     return context.answer(request, {"blocks": pinned.blocks, "nbytes": pinned.nbytes, "ttl_s": ttl_s})
+
+
+async def breakpoints(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    info = context.namespace(request)
+    message = parse(BreakpointsRequest, await context.message(request))
+    chain, block_tokens = message.chain(info, context.config.limits.blocks), info.spec.block_tokens
+    points = [
+        (
+            len(chain) if point.tokens is None else point.tokens // block_tokens,
+            min(TTL_S[point.ttl], context.config.limits.pin),
+        )
+        for point in message.breakpoints
+    ]
+    placed = context.engine.hints.place(context.tenant(request), info.name, chain, points)
+    answers = [
+        {"tokens": held.blocks * block_tokens, "blocks": held.blocks, "nbytes": held.nbytes, "ttl_s": ttl_s}
+        for held, ttl_s in placed
+    ]
+    return context.answer(request, {"breakpoints": answers})
 
 
 async def unpin(request: web.Request) -> web.Response:
@@ -175,5 +203,6 @@ ROUTES = [
     web.post("/v1/{ns}/acquire", acquire),
     web.post("/v1/{ns}/reserve", reserve),
     web.post("/v1/{ns}/pin", pin),
+    web.post("/v1/{ns}/breakpoints", breakpoints),
     web.post("/v1/{ns}/unpin", unpin),
 ]

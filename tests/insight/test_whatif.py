@@ -130,19 +130,27 @@ def test_memory_is_bounded_by_the_capacity_however_much_passes() -> None:
     assert what_if.entries() == most
 
 
-def test_a_huge_cache_is_sampled_even_where_every_prompt_is_one_block() -> None:
-    prompts = 30_000
-    huge = 2**22
-    what_if = WhatIf([MemoryQuestion("warm", huge, policy("lru"))], factors=(1,))
+def test_a_wider_first_span_samples_prompts_of_one_block_too() -> None:
+    prompts, one_in = 30_000, 16
+    question = MemoryQuestion("warm", 2**22, policy("lru"))
+    what_if = WhatIf([question], factors=(1,), sampler=spans_for(2**22, narrowest=one_in))
     for number in range(prompts):
         what_if.request([block_key(number)])
-    sampled_one_in = huge / 262_144
-    assert 0.8 < what_if.entries() * sampled_one_in / prompts < 1.2
+    assert 0.8 < what_if.entries() * one_in / prompts < 1.2
+
+
+def test_a_first_block_that_all_prompts_share_is_seen_whatever_it_is_called() -> None:
+    """The choice within a first span of several blocks would be one for all prompts."""
+    for first in range(8):
+        what_if = WhatIf([MemoryQuestion("warm", 2**22, policy("lru"))], factors=(1,))
+        for number in range(100):
+            what_if.request([block_key(first), block_key(1000 + number)])
+        assert what_if.hit_rates()[0].hit_rate > 0.3
 
 
 def test_small_caches_are_hardly_sampled_and_large_ones_more() -> None:
     chain = [block_key(number) for number in range(2000)]
-    picked = [len(spans_for([capacity]).sample(chain)) for capacity in (32, 320, 3200, 32_000, 1_000_000)]
+    picked = [len(spans_for(capacity).sample(chain)) for capacity in (32, 320, 3200, 32_000, 1_000_000)]
     assert picked[0] == len(chain)
     assert picked == sorted(picked, reverse=True)
     assert picked[-1] < len(chain) / 100

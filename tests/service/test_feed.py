@@ -111,3 +111,13 @@ async def test_the_last_message_of_an_event_carries_its_id(engine: Engine, form:
         runs = [json.loads(message.rpartition("data: ")[2]) for message in messages]
         assert [run["parent_block_hash"] for run in runs] == [None, "01" * 32]
         assert [len(run["block_hashes"]) for run in runs] == [2, 2]
+
+
+async def test_routers_are_not_told_of_the_shared_tier(engine: Engine) -> None:
+    for tier in ("shared", "warm"):
+        with engine._state.lock:
+            damage = {"tier": tier, "cause": "checksum"}
+            engine._state.ledger.events.record("corrupt", b"", b"", [bytes(32)], damage)
+    chunks = follow(engine, Selection(frozenset({"corrupt"}), None, "vllm"))
+    await anext(chunks)
+    assert [told["medium"] for told in data(await anext(chunks))] == ["CPU"]

@@ -23,10 +23,11 @@ from tests.service.daemon import PATIENCE_S, SPEC, Daemon, chain, read_back, run
 from tierkv.cache import Chain
 from tierkv.config import KVEventsConfig, parse_config
 from tierkv.core.build import build_engine
-from tierkv.core.events import EventLog
+from tierkv.core.events import Event, EventLog
 from tierkv.service import kv_events
 from tierkv.service.kv_events import Mirror
 from tierkv.spec import KVGroup, KVSpec
+from tierkv.storage.tier import NO_PARENT
 
 SMALL = {"warm": {"capacity": "1MiB"}, "cold": {"capacity": "5MiB", "segment": "1MiB"}}
 _ASK_MS = 100
@@ -291,6 +292,17 @@ async def test_a_publisher_that_fell_behind_lets_subscribers_start_over() -> Non
 
 
 # The mirror alone, behind a real engine
+
+
+def test_nothing_is_told_of_the_shared_tier() -> None:
+    mirror = Mirror(lambda namespace: 16)
+    key, of = bytes(32), {"parent": NO_PARENT, "cause": "checksum"}
+    stored = {"hashes": [b"h" * 32], "parents": [NO_PARENT], "depths": [0], "groups": [0], "tiers": ["warm"]}
+    assert len(list(mirror.tell(Event(1, 0.0, "stored", b"", b"", (key,), stored)))) == 1
+    for kind, details in (("corrupt", {"tier": "shared"}), ("demoted", {"move": "warm>shared"})):
+        assert list(mirror.tell(Event(2, 0.0, kind, b"", b"", (key,), {**of, **details}))) == []  # type: ignore[arg-type]
+    assert len(mirror) == 1
+
 
 FULL = KVSpec("model", "weights", "float32", 16, (KVGroup((0, 1), "full", 2, 96),))  # blocks of 48 KiB
 WINDOWED = KVSpec(

@@ -3,7 +3,8 @@
 import copy
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jsonschema_rs
@@ -13,15 +14,18 @@ import schemathesis
 from hypothesis import HealthCheck, reject, settings
 from schemathesis.config import SchemathesisConfig
 
+from tests.insight.live.audits import AUDIT
 from tests.service.daemon import BLOCK_BYTES, SPEC, TIERS, Daemon, Raw, chain, running, store
 from tierkv.cache import Cache
 from tierkv.keys import HASH_BYTES
 from tierkv.service.catalog import OPERATIONS
+from tierkv.service.cluster.signing import NODE_HEADER, NodeKey
 from tierkv.service.openapi import openapi_document
 from tierkv.service.routes import ROUTES
 from tierkv.wire import FRAME_TYPE, MSGPACK_TYPE, PAYLOAD_TYPE
 
 NS = f"/v1/{SPEC.namespace}"
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 DOCUMENT = openapi_document()
 
 
@@ -51,8 +55,10 @@ class Described:
     def __init__(self, raw: Raw) -> None:
         self.raw = raw
 
-    def ask(self, method: str, path: str, message: Any = None, *, pattern: str = "") -> dict[str, Any]:
-        headers = {"Content-Type": MSGPACK_TYPE, "Accept": MSGPACK_TYPE}
+    def ask(
+        self, method: str, path: str, message: Any = None, *, pattern: str = "", headers: Mapping[str, str] = NO_HEADERS
+    ) -> dict[str, Any]:
+        headers = {"Content-Type": MSGPACK_TYPE, "Accept": MSGPACK_TYPE, **headers}
         body = None if message is None else msgpack.packb(message)
         status, raw_answer, response = self.raw.request(method, path, body, headers)
         pattern = pattern or path.replace(SPEC.namespace, "{ns}")
@@ -84,6 +90,11 @@ def test_answers_have_the_fields_that_are_described(daemon: Daemon, raw: Raw) ->
         store(cache, chain(3, seed=900))
     assert described.ask("POST", f"{NS}/lookup", hashes)["blocks"] == 3
     described.ask("POST", f"{NS}/touch", hashes)
+    assert described.ask("POST", f"{NS}/where", hashes)["nodes"][0]["blocks"] == 3
+    question = msgpack.packb({"tenant": "default", "namespace": SPEC.namespace, "hashes": hashes["hashes"]})
+    key = NodeKey((daemon.state_dir / "secret").read_bytes())
+    signed = {NODE_HEADER: key.sign("POST", "/v1/peer/lookup", question)}
+    described.ask("POST", "/v1/peer/lookup", msgpack.unpackb(question), headers=signed)
     ticket = described.ask("POST", f"{NS}/prefetch", hashes)["ticket"]
     described.ask("GET", f"/v1/tickets/{ticket}", pattern="/v1/tickets/{id}")
     described.ask("POST", f"/v1/tickets/{ticket}/wait", {}, pattern="/v1/tickets/{id}/wait")
@@ -94,10 +105,16 @@ def test_answers_have_the_fields_that_are_described(daemon: Daemon, raw: Raw) ->
     assert described.ask("POST", f"{NS}/acquire", {**more, "compute_s": 1.0})["compute"] is not None
     described.ask("POST", f"{NS}/pin", {**hashes, "ttl_s": 5})
     described.ask("POST", f"{NS}/unpin", hashes)
+    described.ask("GET", "/v1/trace")
+    described.ask("POST", f"{NS}/breakpoints", {**hashes, "breakpoints": [{"tokens": 20, "ttl": "1h"}, {}]})
+    described.ask("POST", f"{NS}/acquire", {**hashes, "session": "s"})
+    rows = described.ask("GET", "/v1/trace?after=0", pattern="/v1/trace")["rows"]
+    assert set(rows[-1]) == set(DOCUMENT["components"]["schemas"]["TraceRow"]["properties"])
     described.ask("POST", f"{NS}/sessions/s/pause", {"expected_s": 1}, pattern="/v1/{ns}/sessions/{id}/pause")
     described.ask("POST", f"{NS}/sessions/s/end", pattern="/v1/{ns}/sessions/{id}/end")
-    for path in ("/v1/segments", "/v1/tenants", "/v1/stats", "/v1/trunks", "/healthz", "/readyz"):
+    for path in ("/v1/segments", "/v1/tenants", "/v1/stats", "/v1/trunks", "/v1/insight", "/healthz", "/readyz"):
         described.ask("GET", path)
+    assert described.ask("POST", "/v1/insight/audits", {"audits": [AUDIT.to_dict()]})["accepted"] == 1
     described.ask("POST", "/v1/flush")
     described.ask("GET", "/v1/attach")
     described.ask("POST", f"{NS}/lookup", {"hashes": [], "nonsense": 1})

@@ -27,7 +27,7 @@ from tests.service.daemon import (
     running,
     store,
 )
-from tierkv.core.build import _secret
+from tierkv.core.build import read_secret
 from tierkv.errors import InvalidRequest, error_classes
 from tierkv.keys import tenant_key
 
@@ -179,7 +179,7 @@ def test_logs_hold_no_tokens_keys_hashes_leases_or_payload() -> None:
             cache.flush()
         daemon.stop()
         daemon.start()
-        key = tenant_key(_secret(daemon.state_dir), "tenant-x")
+        key = tenant_key(read_secret(daemon.state_dir / "secret"), "tenant-x")
         hidden = [
             "7000001",
             "7000002",

@@ -19,7 +19,6 @@ __all__ = ["FACTORS", "DiskQuestion", "Estimate", "MemoryQuestion", "WhatIf", "s
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 """Capacities asked about, as multiples of the real one."""
 
-_MOST_ENTRIES = 262_144  # keys of the largest miniature at worst, where every prompt is one block
 _WIDE = 32  # blocks of the widest span of a cache of ordinary size
 _SPANS_HELD = 64  # of the widest spans, that the smallest cache has room for at least
 _SPANS_OF_LARGE = 2048  # a cache with room for more of them gets wider spans
@@ -96,9 +95,10 @@ class Estimate:
 class WhatIf:
     """Estimates the hit rates that tiers would have had with other capacities.
 
-    Feed it the chain of every request. Its memory does not grow with the traffic: at most 262,144 keys in the largest
-    miniature and what the policy remembers of evicted ones, usually a tenth of that. `request` works a few microseconds
-    for each capacity, never blocks, and is not safe for use by several threads.
+    Feed it the chain of every request. Its memory is bounded by the capacities: a miniature holds at most one key for
+    each block of its cache, where every prompt is one block, and usually a tenth of that; `entries` says how many, and
+    a sampler with a wider first span needs fewer. `request` works a few microseconds for each capacity, never blocks,
+    and is not safe for use by several threads.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ class WhatIf:
         self._disks = [finder for finder in self._finders if isinstance(finder, MiniatureDisk)]
         self._hits = [0] * len(self._questions)
         self._blocks = 0
-        self._sampler = sampler or spans_for([capacity for _, _, capacity in self._questions])
+        self._sampler = sampler or spans_for(min(capacity for _, _, capacity in self._questions))
 
     def _ask(self, name: str, factor: float, capacity: int) -> int:
         scaled = max(1, round(factor * capacity))
@@ -192,16 +192,13 @@ class WhatIf:
         return len(self._above) + sum(map(len, self._alone)) + sum(map(len, self._disks))
 
 
-def spans_for(capacities: Sequence[int], *, byte: int = 0) -> SpanSampler:
-    """Choose spans so that miniatures of these capacities (in blocks) are accurate and bounded.
+def spans_for(smallest: int, *, narrowest: int = 1, byte: int = 0) -> SpanSampler:
+    """Choose spans so that a miniature of the smallest capacity (in blocks) is accurate.
 
-    The smallest cache has room for at least 64 of the widest spans, so a cache of a few hundred blocks is hardly
-    sampled at all; the largest holds at most 262,144 keys. `byte` is that of `SpanSampler`.
+    It has room for at least 64 of the widest spans, so a cache of a few hundred blocks is hardly sampled at all. The
+    first span is one block, unless `narrowest` says otherwise: where nearly all prompts begin with the same block, the
+    choice within a wider one is a single one for all of them. `byte` is that of `SpanSampler`.
     """
-    smallest, largest = min(capacities), max(capacities)
-    narrowest = 1
-    while narrowest * _MOST_ENTRIES < largest and narrowest < WIDEST:
-        narrowest *= 2
     wanted = min(smallest // _SPANS_HELD, max(_WIDE, smallest // _SPANS_OF_LARGE), WIDEST)
     widest = narrowest
     while 2 * widest <= wanted:

@@ -91,10 +91,15 @@ def check_leases(engine: Engine) -> None:
             assert len(live.keys) == computed[live.id]
     pins = [lease for lease in state.leases._live.values() if isinstance(lease, PinRecord)]
     assert {id(pin) for pin in pins} == {id(pin) for pin in engine.hints._pins.values()}
-    pinned: Counter[bytes] = Counter()
+    holds: dict[bytes, Counter[bytes]] = {}
+    sizes: dict[bytes, dict[bytes, int]] = {}
     for pin in pins:
-        pinned[pin.tenant] += pin.nbytes
-    assert engine.hints._pinned_bytes == dict(pinned)
+        holds.setdefault(pin.tenant, Counter()).update(entry.key for entry in pin.entries)
+        sizes.setdefault(pin.tenant, {}).update((entry.key, entry.meta.length) for entry in pin.entries)
+    assert engine.hints._pinned._holds == holds
+    assert engine.hints._pinned._nbytes == {tenant: sum(lengths.values()) for tenant, lengths in sizes.items()}
+    marked = [pin for pins in state.breakpoints._marked.values() for pin in pins.values()]
+    assert {id(pin) for pin in marked} == {id(pin) for pin in pins if pin.mark is not None}
 
 
 def check_holds(engine: Engine, now: float, *, exactly: bool) -> None:

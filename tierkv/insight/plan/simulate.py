@@ -87,7 +87,7 @@ class Sampler:
         disks = [finder for finder in finders if isinstance(finder, MiniatureDisk)]
         sums = [[0, 0] for _ in finders]  # tokens from memory and from disk
         shares: list[list[tuple[float, float]]] = [[] for _ in finders]
-        for request in self._sample(capacity, max(capacity, *disk_sizes), number):
+        for request in self._sample(capacity, number):
             blocks, upto = request.blocks, request.upto
             whole = upto[-1] or 1
             near = [block in memory for block, _ in blocks] if disks else []
@@ -102,8 +102,8 @@ class Sampler:
             use_both(memory, disks, blocks)
         return [Delivered(ram, disk, tuple(each)) for (ram, disk), each in zip(sums, shares, strict=True)]
 
-    def _sample(self, smallest: int, largest: int, number: int) -> list[_Sampled]:
-        spans = spans_for([smallest, largest], byte=number)
+    def _sample(self, smallest: int, number: int) -> list[_Sampled]:
+        spans = spans_for(smallest, byte=number)
         name = spans.narrowest, spans.widest, number
         if name not in self._samples:
             trace, keys = self._trace, self._keys
