@@ -29,8 +29,8 @@ help: ## list the targets
 demo: $(READY) ## run a small model with and without the cache
 	$(BIN)/tierkv demo
 
-test: $(READY) ## run the tests
-	$(BIN)/python -m pytest --ignore=tests/cluster
+test: $(READY) ## run the tests, two files at a time
+	$(BIN)/python -m pytest --ignore=tests/cluster --numprocesses=2 --dist=loadfile
 
 test-cluster: $(READY) ## daemons that share blocks, while servers and the network fail (needs root and redis-server)
 	$(BIN)/python -m pytest tests/cluster
