@@ -29,8 +29,9 @@ help: ## list the targets
 demo: $(READY) ## run a small model with and without the cache
 	$(BIN)/tierkv demo
 
-test: $(READY) ## run the tests, two files at a time
-	$(BIN)/python -m pytest --ignore=tests/cluster --numprocesses=2 --dist=loadfile
+test: $(READY) ## run the tests: the client's, which hold it to its time bounds, alone; the others two files at a time
+	$(BIN)/python -m pytest tests/client
+	$(BIN)/python -m pytest --ignore=tests/client --ignore=tests/cluster --numprocesses=2 --dist=loadfile
 
 test-cluster: $(READY) ## daemons that share blocks, while servers and the network fail (needs root and redis-server)
 	$(BIN)/python -m pytest tests/cluster

@@ -45,6 +45,17 @@ def both(spec: KVSpec, *found: Machine) -> None:
         machine.cache.register(spec)
 
 
+def one_stored(start: Any, *groups: KVGroup) -> tuple[Machine, Machine, KVSpec, Chain]:
+    """Two machines, the first of which has stored a chain, which the shared tier has by now."""
+    a, b = start("a"), start("b")
+    spec = make_spec(*groups)
+    both(spec, a, b)
+    chain = make_chain(spec, BLOCKS)
+    store(a.cache, spec, chain)
+    a.cache.flush()
+    return a, b, spec, chain
+
+
 def reused(cache: Cache, spec: KVSpec, chain: Chain, wait_s: float = 5.0, **more: Any) -> dict[str, int]:
     """Tokens by tier of an acquire, every block of it compared."""
     with cache.acquire(chain, wait_s=wait_s, **more) as read:
@@ -53,12 +64,7 @@ def reused(cache: Cache, spec: KVSpec, chain: Chain, wait_s: float = 5.0, **more
 
 
 def test_what_one_machine_has_stored_another_uses(start: Any) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, spec, chain = one_stored(start)
     tokens = BLOCKS * spec.block_tokens
     assert reused(b.cache, spec, chain) == {"shared": tokens}
     assert reused(b.cache, spec, chain) == {"warm": tokens}  # it is its own now
@@ -66,32 +72,18 @@ def test_what_one_machine_has_stored_another_uses(start: Any) -> None:
 
 @pytest.mark.parametrize("groups", [(KVGroup((0,), "full", 1, 64), KVGroup((1,), "full", 1, 32))])
 def test_all_groups_of_a_block_travel(start: Any, groups: tuple[KVGroup, ...]) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec(*groups)
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, spec, chain = one_stored(start, *groups)
     assert reused(b.cache, spec, chain) == {"shared": BLOCKS * spec.block_tokens}
 
 
 def test_of_a_sliding_window_only_the_window_is_needed(start: Any) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec(KVGroup((0,), "full", 1, 64), KVGroup((1,), "sliding_window", 1, 64, window=32))
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    window = KVGroup((1,), "sliding_window", 1, 64, window=32)
+    _, b, spec, chain = one_stored(start, KVGroup((0,), "full", 1, 64), window)
     assert reused(b.cache, spec, chain) == {"shared": BLOCKS * spec.block_tokens}
 
 
 def test_tenants_do_not_see_each_other_elsewhere_either(start: Any) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, spec, chain = one_stored(start)
     assert reused(b.cache.for_tenant("other"), spec, chain) == {}
 
 
@@ -111,24 +103,14 @@ def test_a_machine_with_another_secret_sees_nothing(start: Any, tmp_path: Path, 
 
 
 def test_a_prefetch_brings_blocks_from_elsewhere(start: Any) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, spec, chain = one_stored(start)
     ticket = b.cache.prefetch(chain)
     assert ticket.wait(5.0).state == "done"
     assert reused(b.cache, spec, chain, wait_s=0.0) == {"shared": BLOCKS * spec.block_tokens}
 
 
 def test_a_lookup_knows_of_the_others_from_the_second_time_on(start: Any) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, _, chain = one_stored(start)
     b.cache.lookup(chain)
     wait_until(lambda: b.cache.lookup(chain).blocks == BLOCKS)
     assert set(b.cache.lookup(chain).tiers) == {"shared"}
@@ -152,12 +134,7 @@ def test_a_chain_is_asked_for_in_one_round_trip_and_an_absent_one_once_a_while(s
 
 
 def test_a_block_that_is_gone_from_there_is_a_miss_and_what_precedes_it_a_hit(start: Any, world: World) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, spec, chain = one_stored(start)
     b.cache.lookup(chain)
     wait_until(lambda: b.cache.lookup(chain).blocks == BLOCKS)
     key = b.engine.tenant("team").block_key(chain.hashes[5], 0)
@@ -167,12 +144,7 @@ def test_a_block_that_is_gone_from_there_is_a_miss_and_what_precedes_it_a_hit(st
 
 
 def test_damage_is_found_counted_removed_and_repaired(start: Any, world: World) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, spec, chain = one_stored(start)
     key = b.engine.tenant("team").block_key(chain.hashes[3], 0)
     (name,) = [name for name in world.blocks() if key.hex() in name]
     damaged = bytearray(world.values[name])
@@ -191,12 +163,7 @@ def test_damage_is_found_counted_removed_and_repaired(start: Any, world: World) 
 
 
 def test_a_clear_reaches_every_machine(start: Any) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    a, b, spec, chain = one_stored(start)
     assert reused(b.cache, spec, chain)
     assert a.cache.clear(chain.namespace) == BLOCKS
     assert reused(a.cache, spec, chain) == {}
@@ -225,12 +192,7 @@ def test_a_machine_that_was_off_does_not_serve_what_was_cleared_meanwhile(start:
 
 
 def test_a_deleted_block_is_deleted_everywhere(start: Any) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    a, b, spec, chain = one_stored(start)
     assert reused(b.cache, spec, chain)
     a.cache.delete(chain)
     assert a.cache.lookup(chain).blocks == BLOCKS - 1
@@ -325,12 +287,7 @@ def test_blocks_that_are_used_often_enough_are_offered(start: Any, world: World)
 
 
 def test_what_is_there_already_is_not_written_again(start: Any, world: World) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, spec, chain = one_stored(start)
     written = world.asked("put")
     store(b.cache, spec, chain)
     b.cache.flush()
@@ -338,12 +295,7 @@ def test_what_is_there_already_is_not_written_again(start: Any, world: World) ->
 
 
 def test_a_block_that_came_from_elsewhere_is_kept_as_one_of_its_own(start: Any, world: World) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, spec, chain = one_stored(start)
     assert reused(b.cache, spec, chain) == {"shared": BLOCKS * spec.block_tokens}
     b.cache.flush()
     b.close()
@@ -436,12 +388,7 @@ def test_a_handoff_that_never_comes_ends_at_its_deadline(start: Any) -> None:
 
 
 def test_a_block_that_is_being_loaded_can_be_stored_meanwhile(start: Any, world: World) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, spec, chain = one_stored(start)
     b.cache.lookup(chain)
     wait_until(lambda: b.cache.lookup(chain).blocks == BLOCKS)
     lease = b.cache.reserve(chain)  # it computes them all the same
@@ -460,23 +407,13 @@ def test_a_block_that_is_being_loaded_can_be_stored_meanwhile(start: Any, world:
 
 
 def test_a_lookup_that_waits_knows_of_the_others_at_once(start: Any) -> None:
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, _, chain = one_stored(start)
     assert b.cache.lookup(chain, wait_s=5.0).tiers == ("shared",) * BLOCKS
 
 
 def test_a_chain_that_begins_in_the_middle_keeps_its_blocks_in_their_place(start: Any) -> None:
     """Engines ask for the rest of a prompt by the hashes of the rest alone."""
-    a, b = start("a"), start("b")
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, _, chain = one_stored(start)
     rest = Chain(chain.namespace, chain.hashes[5:])
     with b.cache.acquire(rest, wait_s=5.0) as read:
         assert read.hit_blocks == BLOCKS - 5
