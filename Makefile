@@ -48,8 +48,8 @@ pictures: $(READY) ## take the pictures of the dashboard in docs/ anew (needs ch
 torture: $(READY) ## kill, damage, fill and crowd for half an hour
 	TIERKV_LONG=1 $(BIN)/python -m pytest -s tests/torture tests/cache/test_machine.py tests/cache/test_stress.py
 
-state-machine: $(READY) ## 100,000 random steps of the whole cache against a model
-	TIERKV_LONG=1 $(BIN)/python -m pytest -q tests/cache/test_machine.py
+state-machine: $(READY) ## 100,000 random steps of the whole cache against a model, 10,000 of machines that share blocks
+	TIERKV_LONG=1 $(BIN)/python -m pytest -q tests/cache/test_machine.py tests/cache/shared/test_machines.py tests/storage/shared/test_nodes.py
 
 check: lint typecheck test ## everything CI runs
 

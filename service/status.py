@@ -33,11 +33,28 @@ def print_status(stats: Mapping[str, Any]) -> None:
     share = f"{hit / asked:.1%}" if asked else "-"
     console.print(f"hit rate {share} ({hit:,} of {asked:,} tokens), {stats['published_blocks']:,} blocks published")
     console.print(f"leases {stats['leases']['read']} read, {stats['leases']['write']} write")
+    shared = stats.get("shared")
+    if shared:
+        _print_shared(shared, counters["hit_tokens"].get("shared", 0), console)
     corrupt = sum(counters["corrupt_blocks"].values())
     if corrupt:
         console.print(f"{corrupt} corrupt blocks found and removed: {counters['corrupt_blocks']}", style="bold red")
     for finding in stats["tiers"].get("cold", {}).get("findings", []):
         console.print(f"cold tier: {finding}", style="bold red", markup=False, soft_wrap=True)
+
+
+def _print_shared(shared: Mapping[str, Any], hit_tokens: int, console: Console) -> None:
+    answers = shared["state"] == "closed"
+    state = "answers" if answers else shared["last_error"] or shared["state"]
+    console.print(
+        f"shared: {shared['kind']}, {state}; {hit_tokens:,} hit tokens, "
+        f"{shared['uploaded_blocks']:,} blocks written, {shared['waiting_blocks']:,} waiting",
+        style="" if answers else "bold red",
+        markup=False,
+        soft_wrap=True,
+    )
+    for warning in shared["warnings"]:
+        console.print(f"shared: {warning}", style="yellow", markup=False, soft_wrap=True)
 
 
 def in_units(count: int) -> str:

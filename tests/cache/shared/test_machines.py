@@ -7,6 +7,7 @@ could have learned of: after `settle` all have.
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 import tempfile
@@ -178,5 +179,8 @@ class Machines(RuleBasedStateMachine):
 
 TestMachines = Machines.TestCase
 TestMachines.settings = settings(
-    max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=400 if os.environ.get("TIERKV_LONG") else 15,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
