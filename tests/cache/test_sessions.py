@@ -113,6 +113,15 @@ def test_what_a_request_without_a_session_used_is_shared(cache: Cache, spec: KVS
     assert cache.end_session(spec.namespace, "chat") == 6
 
 
+def test_what_was_stored_without_a_session_is_nobodys_own(cache: Cache, spec: KVSpec) -> None:
+    """Others may have stored more behind it: the head must not leave before their tails."""
+    chain = make_chain(spec, 20, 1)
+    store(cache, spec, chain)
+    with cache.acquire(head(chain, 10), session="guest") as read:
+        assert read.hit_blocks == 10
+    assert cache.end_session(spec.namespace, "guest") == 0
+
+
 def test_a_growing_conversation_is_private_to_its_end(cache: Cache, spec: KVSpec) -> None:
     chain = make_chain(spec, 30)
     for blocks in (5, 12, 30):

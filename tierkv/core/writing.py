@@ -12,6 +12,7 @@ from tierkv.core.computing import Computing
 from tierkv.core.index import Entry
 from tierkv.core.keying import ChainKeys
 from tierkv.core.leases import Draft, LeaseTable, WriteRecord
+from tierkv.core.sessions import SHARED
 from tierkv.core.state import NamespaceInfo, State
 from tierkv.core.steps import Pause, Step
 from tierkv.core.tenants import Tenant
@@ -341,7 +342,7 @@ class Writer:
             else:  # a block of the shared tier, about to be loaded
                 entry.meta, entry.levels = meta, 0
             entry.pins += self._hold
-            entry.owner = owner.session
+            entry.owner = owner.session or SHARED  # what nobody is named for, no session's end may retire
             placement.settle(entry, block.level, block.slot)
             placement.enlist(entry, block.level)
             owner.published.append(entry)
