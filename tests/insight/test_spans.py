@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.insight.traces import block_key
+from tests.traces import block_key
 from tierkv.errors import ConfigError
 from tierkv.insight.spans import WIDEST, SpanSampler
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.insight.traces import NAMES, TRACES, block_key, chains, needs_traces, public
 from tests.replay import simulators as slow
+from tests.traces import NAMES, TRACES, block_key, chains, needs_traces, public
 from tierkv.errors import ConfigError
 from tierkv.insight.spans import SpanSampler
 from tierkv.insight.whatif import FACTORS, DiskQuestion, MemoryQuestion, WhatIf, spans_for

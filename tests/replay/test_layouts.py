@@ -11,7 +11,7 @@ import pytest
 
 from tests.replay import simulators as slow
 from tests.replay.test_command import tierkv_replay
-from tests.replay.test_replay import TRACES, needs_traces
+from tests.traces import TRACES, needs_traces
 from tierkv.errors import ConfigError, InvalidRequest
 from tierkv.replay.costs import Costs
 from tierkv.replay.layouts import LAYOUTS, LayoutOutcome, Routing, run_layouts

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.replay import simulators as slow
+from tests.traces import NAMES, TRACES, needs_traces, public
 from tierkv.errors import ConfigError, InvalidRequest
 from tierkv.policy import make_policy
 from tierkv.replay.belady import belady_hit_tokens
@@ -20,22 +18,7 @@ from tierkv.replay.run import capacity_in_blocks, run_policy
 from tierkv.replay.sessions import session_ends
 from tierkv.replay.single import ideal_hit_tokens, replay
 from tierkv.replay.tiers import MemoryPlan, TierPlan, replay_tiers
-from tierkv.replay.trace import Trace, read_trace
-
-BESIDE = Path(__file__).parents[2].parent / "shared" / "traces"
-TRACES = Path(os.environ.get("TIERKV_TRACES", BESIDE))
-NAMES = (
-    "mooncake_conversation_first1000.jsonl.gz",
-    "mooncake_conversation_full.jsonl.gz",
-    "mooncake_synthetic_full.jsonl.gz",
-    "weka_claudecode_48s_b512.jsonl.gz",
-)
-needs_traces = pytest.mark.skipif(not (TRACES / "golden.json").is_file(), reason="TIERKV_TRACES names no such folder")
-
-
-@cache
-def public(name: str) -> Trace:
-    return read_trace(TRACES / name)
+from tierkv.replay.trace import Trace
 
 
 def lru(trace: Trace, capacity: int) -> int:

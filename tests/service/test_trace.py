@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import tierkv
-from tests.insight.traces import TRACES, block_key, needs_traces
 from tests.service.cli import command
 from tests.service.daemon import ROOT, SPEC, TIERS, Daemon, Raw, chain, eventually, running
+from tests.traces import TRACES, block_key, needs_traces
 from tierkv.cache import Cache, Chain
 from tierkv.client.transport import Transport
 from tierkv.errors import Unavailable

@@ -339,10 +339,8 @@ class Acquisition:
             hashes = self._hashes if isinstance(self._hashes, tuple) else tuple(self._hashes)
             session = state.sessions.use(self._tenant.id, chain.info.name, terms.session, hashes)
         state.sessions.own(session, entries)
-        came = [(e, ref) for e, ref in zip(entries, refs, strict=True) if self._came_from_afar(e)]
-        if came:
-            known = [self._hashes[ref.index] for _, ref in came]
-            state.ledger.arrived([e for e, _ in came], known, [ref.tier for _, ref in came])
+        if state.sharing is not None:
+            self._tell_of_arrivals(entries, refs)
         fresh = {id(w.entry) for w in wanted.values() if w.load is not None}
         for entry in reversed(entries):
             placement.touch(entry, again=entry.arrival is None and id(entry) not in fresh)
@@ -381,8 +379,13 @@ class Acquisition:
             self._others.elsewhere,
         )
 
-    def _came_from_afar(self, entry: Entry) -> bool:
-        return entry.arrival is not None and entry.arrival.level == self._state.placement.shared_level
+    def _tell_of_arrivals(self, entries: Sequence[Entry], refs: Sequence[BlockRef]) -> None:
+        """Say which blocks have come from the shared tier: they are this machine's own now."""
+        afar = self._state.placement.shared_level
+        came = [(e, r) for e, r in zip(entries, refs, strict=True) if e.arrival is not None and e.arrival.level == afar]
+        if came:
+            hashes = [self._hashes[ref.index] for _, ref in came]
+            self._state.ledger.arrived([entry for entry, _ in came], hashes, [ref.tier for _, ref in came])
 
     def _missed(self, length: int) -> dict[str, int]:
         """Blocks that were asked for and are not part of a prefix of `length`, by reason."""

@@ -74,8 +74,7 @@ class Prefetcher:
             ticket = self._tickets[ticket_id] = _Ticket(tenant.id, now + deadline_s)
             heapq.heappush(self._due, (ticket.stale, ticket_id))
             self._load(ticket, chain, len(hashes))
-            here = chain.hit(len(hashes))
-            if state.sharing is not None and here < len(hashes):
+            if state.sharing is not None and (here := chain.hit(len(hashes))) < len(hashes):
                 state.sharing.seen(tenant.id, chain.info.fingerprint)
                 probe = state.sharing.ask(chain, here, len(hashes))
                 ticket.asking = Future() if probe is not None else None

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.insight.cost.lists import CACHED
-from tests.insight.traces import TRACES, needs_traces
+from tests.traces import TRACES, needs_traces
 from tierkv.errors import ConfigError, InvalidRequest, StorageError
 from tierkv.insight.cost.prices import load_prices
 from tierkv.insight.cost.traffic import read_traffic

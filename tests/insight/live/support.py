@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.insight.traces import block_key
+from tests.traces import block_key
 from tierkv.cache import Chain
 from tierkv.config import Config, parse_config
 from tierkv.embedded import EmbeddedCache, open_cache

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.insight.live.support import SPEC, observed
-from tests.insight.traces import block_key
+from tests.traces import block_key
 from tierkv.core.observing import SeenRequest
 from tierkv.insight.live import room
 from tierkv.insight.live.regret import Ghost, Ghosts

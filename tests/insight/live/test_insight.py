@@ -10,7 +10,7 @@ import pytest
 
 from tests.insight.live.audits import AUDIT, CORRUPT
 from tests.insight.live.support import BLOCK_TOKENS, SPEC, WARM_BLOCKS, accounted, numbered, observed
-from tests.insight.traces import block_key
+from tests.traces import block_key
 from tierkv.core.acquiring import Terms
 from tierkv.core.observing import SeenRequest
 from tierkv.core.steps import run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from tests.insight.traces import block_key
+from tests.traces import block_key
 from tierkv.insight.live.templates import Template, find_templates
 from tierkv.insight.live.tree import Area, PrefixTree
 

@@ -8,7 +8,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.insight.traces import block_key
+from tests.traces import block_key
 from tierkv.insight.live.tally import Tally
 from tierkv.insight.live.templates import find_templates
 from tierkv.insight.live.tree import Area, PrefixTree, descendants

@@ -8,7 +8,7 @@ import pytest
 
 from tests.insight.live.support import observed
 from tests.insight.test_whatif import of_full_blocks
-from tests.insight.traces import needs_traces, public
+from tests.traces import needs_traces, public
 from tierkv.policy import make_policy
 from tierkv.replay.single import replay
 from tierkv.replay.tiers import MemoryPlan, TierPlan, replay_tiers

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.insight.traces import NAMES, TRACES, needs_traces, public
 from tests.replay import simulators as slow
+from tests.traces import NAMES, TRACES, needs_traces, public
 from tierkv.errors import ConfigError, InvalidRequest
 from tierkv.insight.plan.points import Figure, Plan, Point, make_plan
 from tierkv.insight.plan.question import Prices, Question, Speeds, default_sizes

@@ -11,7 +11,7 @@ import pytest
 
 from tierkv.replay.trace import Trace, read_trace
 
-BESIDE = Path(__file__).parents[2].parent / "shared" / "traces"
+BESIDE = Path(__file__).parents[1].parent / "shared" / "traces"
 TRACES = Path(os.environ.get("TIERKV_TRACES", BESIDE))
 NAMES = (
     "mooncake_conversation_first1000.jsonl.gz",
