@@ -3,9 +3,10 @@
 Each line on standard input is a command, each line on standard output an answer or a finished request. Whatever the
 engine itself prints goes to standard error.
 
-    {"do": "run", "requests": [{"id", "tokens", "max_tokens", "salt", "lora"}], "abort": {id: tokens}, "pause": n}
+    {"do": "run", "requests": [{"id", "tokens", "max_tokens", "salt", "lora"}], "abort": {id: tokens},
+     "pause": n, "late": n}
         -> {"finished": id, "tokens": [...], "cached": n, "reason": "length", "first_s", "last_s"} for each as it ends
-        -> {"paused": n} when n have finished; goes on at the next line
+        -> {"paused": n} when n have finished; goes on at the next line, with the "late" last requests, held until then
         -> {"ran": seconds, "cpu_s": seconds of this process}
     {"do": "reset", "external": false}  forget the engine's own prefix cache, and the connector's -> {"reset": true}
     {"do": "metrics"}                   -> {"metrics": {name: sum over labels}}
@@ -57,7 +58,9 @@ class Driver:
 
     def _run(self, command: dict[str, Any], commands: Iterator[str]) -> None:
         began, cpu_began = time.monotonic(), time.process_time()
-        for request in command["requests"]:
+        requests = command["requests"]
+        late = len(requests) - command["late"]
+        for request in requests[:late]:
             self._add(request)
         aborting: dict[str, int] = command.get("abort", {})
         pause, finished = command.get("pause"), 0
@@ -85,6 +88,8 @@ class Driver:
                 pause = None
                 self.say({"paused": finished})
                 next(commands)
+                for request in requests[late:]:
+                    self._add(request)
         self.say({"ran": time.monotonic() - began, "cpu_s": time.process_time() - cpu_began})
 
     def _add(self, request: dict[str, Any]) -> None:

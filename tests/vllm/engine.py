@@ -125,14 +125,26 @@ class Engine:
         self.begin(asks, abort=abort)
         return self.finish()
 
-    def begin(self, asks: Sequence[Ask], *, abort: Mapping[int, int] | None = None, pause: int | None = None) -> None:
-        """Send requests without waiting for their ends, but with `pause` until so many have ended."""
+    def begin(
+        self,
+        asks: Sequence[Ask],
+        *,
+        abort: Mapping[int, int] | None = None,
+        pause: int | None = None,
+        late: int = 0,
+    ) -> None:
+        """Send requests without waiting for their ends, but with `pause` until so many have ended.
+
+        An engine looks for the blocks of all requests it was given long before it serves them: the last `late` ones are
+        given to it after the pause only.
+        """
         self._asked = len(asks)
         self._finished: dict[int, Answer] = {}
         command: dict[str, Any] = {
             "do": "run",
             "requests": [{**asdict(ask), "id": str(n)} for n, ask in enumerate(asks)],
             "abort": {str(n): tokens for n, tokens in (abort or {}).items()},
+            "late": late,
         }
         if pause is not None:
             command["pause"] = pause

@@ -18,7 +18,9 @@ from tests.vllm.engine import Ask, Engine, Outcome, engine, prompt, tierkv_confi
 
 TIERS = {"warm": {"capacity": "64MiB"}, "cold": {"capacity": "256MiB", "segment": "16MiB", "codec": "raw"}}
 AT_ONCE = 4
-"""Requests the engine serves at once: the others still have to look for their blocks when something happens."""
+"""Requests the engine serves at once: others wait, with their blocks loaded, when something happens."""
+ENDED, LATE = 10, 25
+"""Of fifty requests, those that have ended when something happens, and those that look for their blocks after it."""
 
 
 @dataclass
@@ -88,7 +90,7 @@ def right(outcome: Outcome, want: list[tuple[int, ...]]) -> None:
 def test_killed_and_started_again(world: World, daemon: Daemon) -> None:
     asks = fifty(1000)
     want = stored(world, asks)
-    world.engine.begin(asks, pause=10)
+    world.engine.begin(asks, pause=ENDED, late=LATE)
     daemon.kill()
     world.engine.resume()
     right(world.engine.finish(), want)
@@ -101,7 +103,7 @@ def test_killed_and_started_again(world: World, daemon: Daemon) -> None:
 def test_frozen_and_thawed(world: World, daemon: Daemon) -> None:
     asks = fifty(2000)
     want = stored(world, asks)
-    world.engine.begin(asks, pause=10)
+    world.engine.begin(asks, pause=ENDED, late=LATE)
     daemon.send(signal.SIGSTOP)
     world.engine.resume()
     right(world.engine.finish(), want)
@@ -112,7 +114,7 @@ def test_frozen_and_thawed(world: World, daemon: Daemon) -> None:
 def test_memory_that_rots(world: World, daemon: Daemon) -> None:
     asks = fifty(3000)
     want = stored(world, asks)
-    world.engine.begin(asks, pause=10)
+    world.engine.begin(asks, pause=ENDED, late=LATE)
     (arena,) = [path for path in daemon.shared_files() if path.suffix == ".warm"]
     with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         for at in range(4096, len(memory), 4099):  # behind the header, at no two places of a block the same
@@ -162,7 +164,7 @@ def test_a_disk_that_fills_up(world: World, daemon: Daemon, small_disk: Path) ->
     asks = fifty(5000)
     want = world.plain.run(asks).tokens
     world.engine.reset()
-    world.engine.begin(asks, pause=10)
+    world.engine.begin(asks, pause=ENDED, late=LATE)
     with (small_disk / "filler").open("wb") as file, suppress(OSError):
         while True:
             file.write(bytes(64 << 10))
