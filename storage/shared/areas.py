@@ -21,7 +21,8 @@ class Area:
     """Keeps what a node knows of an area in step with the area's document.
 
     What this node does itself, a clear or a deletion, is noted here before anything else. Until the backend has it too,
-    `settled` does not return: nothing of the area can be read or stored that others could not know to be gone.
+    `settled` does not return: nothing of the area can be read or stored that others could not know to be gone. Nor does
+    it before what was learnt on the way is saved: the backend may have lost it when this node is started again.
 
     Parameters
     ----------
@@ -33,14 +34,19 @@ class Area:
         What was known before; `Known` of nothing for a new area.
     on_change
         Called when there is something new to be saved, under the area's lock.
+    save
+        Called when that is to be done, without the lock.
     """
 
-    def __init__(self, link: Link, name: str, known: Known, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, link: Link, name: str, known: Known, *, on_change: Callable[[], None], save: Callable[[], None]
+    ) -> None:
         self.name = name
         self.tenant = known.tenant
         self.namespace = known.namespace
         self._link = link
         self._on_change = on_change
+        self._save = save
         self._lock = Lock()
         self._document = known.document
         self._clearing = known.clearing
@@ -62,7 +68,9 @@ class Area:
         if document is not None and not self._clearing and not self._forgetting:
             return document
         with self._lock:
-            return self._settle(self._fetch())
+            document = self._settle(self._fetch())
+        self._save()
+        return document
 
     def clear(self) -> bool:
         """Begin a new generation; say whether other nodes can know already. Works without the backend, too."""
@@ -128,9 +136,11 @@ class Area:
     def _try_to_settle(self) -> bool:
         try:
             self.settled()
+            return True
         except (Unavailable, StorageError):
             return False
-        return True
+        finally:
+            self._save()
 
     def _settle(self, raw: bytes | None) -> Document:
         for _ in range(_TRIES):
@@ -156,12 +166,12 @@ class Area:
             return
         if known is None:
             # What this node has from elsewhere may be older than what happened to the area before it came.
-            self._cleared = others.count > 1 or bool(others.deleted)
+            self._cleared = bool(others.ancestors or others.deletions)
         elif others.continues(known):
-            self._deleted.update(dict.fromkeys(others.deleted[known.edition :]))
+            self._deleted.update(dict.fromkeys(one.key for one in others.deletions[len(known.deletions) :]))
         else:
             self._cleared = True
-            self._deleted = dict.fromkeys(others.deleted)
+            self._deleted = dict.fromkeys(one.key for one in others.deletions)
         self._document = wanted
         self._clearing = False
         self._forgetting.clear()

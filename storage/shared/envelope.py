@@ -10,8 +10,7 @@ size, little-endian:
     5       3      0
     8       4      group
     12      4      depth
-    16      4      edition: how many deletions its writer knew of in this generation
-    20      4      0
+    16      8      mark of the last deletion of this generation its writer knew of, 0 for none
     24      8      payload length in bytes
     32      8      XXH3-64 of the payload
     40      8      container length in bytes
@@ -36,7 +35,7 @@ __all__ = ["ENVELOPE_BYTES", "Envelope", "read_header", "seal", "unseal"]
 
 MAGIC = b"TKVE"
 VERSION = 1
-_FIELDS = struct.Struct("<4sB3xIII4xQQQ32s8s32s32s")
+_FIELDS = struct.Struct("<4sB3xIIQQQQ32s8s32s32s")
 _SUM = struct.Struct("<Q")
 _REMEDY = "it is removed; the next store repairs it"
 ENVELOPE_BYTES = _FIELDS.size + _SUM.size
@@ -50,26 +49,26 @@ class Envelope:
     ----------
     key, meta
         Which block it is, and what is known of it.
-    edition
-        How many deletions of its generation its writer knew of: a deletion beyond these is of this very object.
+    mark
+        That of the last deletion its writer knew of: a later deletion is of this very object.
     container_bytes
         Size of the container that follows.
     """
 
     key: bytes
     meta: BlockMeta
-    edition: int
+    mark: int
     container_bytes: int
 
 
-def seal(key: bytes, meta: BlockMeta, edition: int, container_bytes: int) -> bytes:
+def seal(key: bytes, meta: BlockMeta, mark: int, container_bytes: int) -> bytes:
     """Return the header of a block whose container has so many bytes."""
     fields = _FIELDS.pack(
         MAGIC,
         VERSION,
         meta.group,
         meta.depth,
-        edition,
+        mark,
         meta.length,
         meta.checksum,
         container_bytes,
@@ -93,14 +92,14 @@ def read_header(data: Buffer, key: bytes, tenant: bytes, namespace: bytes) -> En
         raise CorruptBlock(f"a shared block ends after {len(head)} bytes", cause="truncated", remedy=_REMEDY)
     if checksum(head[: _FIELDS.size]) != _SUM.unpack_from(head, _FIELDS.size)[0]:
         raise CorruptBlock("a shared block's header does not match its checksum", cause="header", remedy=_REMEDY)
-    _, version, group, depth, edition, length, summed, size, found, of_tenant, of_namespace, parent = _FIELDS.unpack(
+    _, version, group, depth, mark, length, summed, size, found, of_tenant, of_namespace, parent = _FIELDS.unpack(
         head[: _FIELDS.size]
     )
     if version != VERSION:
         raise CorruptBlock(f"a shared block of version {version}, not {VERSION}", cause="header", remedy=_REMEDY)
     if (found, of_tenant, of_namespace) != (key, tenant, namespace):
         raise CorruptBlock("another block lies under a shared block's name", cause="misplaced", remedy=_REMEDY)
-    return Envelope(found, BlockMeta(length, summed, parent, namespace, tenant, depth, group), edition, size)
+    return Envelope(found, BlockMeta(length, summed, parent, namespace, tenant, depth, group), mark, size)
 
 
 def unseal(data: Buffer, key: bytes, tenant: bytes, namespace: bytes) -> tuple[Envelope, memoryview]:

@@ -1,7 +1,7 @@
 """Names in a backend: where an area, its blocks and its claims are.
 
 <prefix>/<area>/generation                    the area's document, see `tierkv.storage.shared.generation`
-<prefix>/<area>/<count>-<token>/<key>         a block of that generation
+<prefix>/<area>/<token>/<key>                 a block of that generation
 <prefix>/<area>/claims/<key>                  who is about to make a block
 """
 

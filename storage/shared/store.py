@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from tierkv.errors import ConfigError, InvalidRequest
+from tierkv.errors import ConfigError, InvalidRequest, StorageError
 from tierkv.storage.codecs import codec_by_name
 from tierkv.storage.shared.areas import Area
 from tierkv.storage.shared.backend import Backend, Capacity
@@ -118,7 +118,7 @@ class SharedStore:
         with self._lock:
             if area.name not in self._tiers:
                 self._tiers[area.name] = SharedTier(
-                    self._link, area, codec=self._codec, coders=self._coders, owner=self._node_id, save=self._save
+                    self._link, area, codec=self._codec, coders=self._coders, owner=self._node_id
                 )
             return self._tiers[area.name]
 
@@ -180,7 +180,7 @@ class SharedStore:
         name = area_name(self._prefix, remembered.tenant, remembered.namespace)
         with self._lock:
             if name not in self._areas:
-                self._areas[name] = Area(self._link, name, remembered, self._changed)
+                self._areas[name] = Area(self._link, name, remembered, on_change=self._changed, save=self._save)
             return self._areas[name]
 
     def _each_area(self) -> Sequence[Area]:
@@ -196,4 +196,8 @@ class SharedStore:
         with self._saving:
             if self._unsaved:
                 self._unsaved = False
-                save(self._file, [area.known() for area in self._each_area()])
+                try:
+                    save(self._file, [area.known() for area in self._each_area()])
+                except StorageError:
+                    self._unsaved = True
+                    raise

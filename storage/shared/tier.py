@@ -43,14 +43,12 @@ class SharedTier(Tier):
         codec: str,
         coders: Executor | None,
         owner: str,
-        save: Callable[[], None],
     ) -> None:
         self._link = link
         self._area = area
         self._codec = codec
         self._coders = coders
         self._owner = owner
-        self._save = save
         self._damage: Counter[str] = Counter()
 
     @property
@@ -284,14 +282,14 @@ class SharedTier(Tier):
         if data is None:
             raise NotFound("no such block in the shared tier")
         envelope, container = unseal(data, key, self._area.tenant, self._area.namespace)
-        if envelope.edition < document.deleted_at.get(key, 0):
+        if document.deletes(key, envelope.mark):
             raise NotFound("the block was deleted from the shared tier")
         return envelope, container
 
     def _held(self, document: Document, keys: Sequence[bytes]) -> list[bool]:
         there = self._link.present([self._name(document, key) for key in keys])
         # What lies there of a deleted block may be what was deleted, put by a node that did not know.
-        doubtful = [at for at, key in enumerate(keys) if there[at] and key in document.deleted_at]
+        doubtful = [at for at, key in enumerate(keys) if there[at] and document.lists(key)]
         if doubtful:
             for at, head in zip(doubtful, self._heads(document, [keys[at] for at in doubtful]), strict=True):
                 there[at] = head is not None
@@ -309,7 +307,7 @@ class SharedTier(Tier):
                     envelope = read_header(head, key, self._area.tenant, self._area.namespace)
                 except CorruptBlock as corrupt:
                     error = corrupt
-            if envelope is not None and envelope.edition < document.deleted_at.get(key, 0):
+            if envelope is not None and document.deletes(key, envelope.mark):
                 envelope = None
             found.append(envelope)
             damaged.append(error)
@@ -347,7 +345,7 @@ class SharedTier(Tier):
             meta, parts = code(items[index])
             size = sum(memoryview(part).nbytes for part in parts)
             # One copy, into what every client takes without another.
-            return b"".join((seal(key, meta, document.edition, size), *parts))
+            return b"".join((seal(key, meta, document.mark, size), *parts))
 
         wanted = [(index, self._name(document, key)) for key, index in first.items()]
         sent = write_all(self._link, wanted, value, self._coders, done)
@@ -375,9 +373,7 @@ class SharedTier(Tier):
             with suppress(TierKVError):
                 document = self._area.settled()
                 self._link.delete([self._name(document, key) for key in keys])
-        done = change()
-        self._save()
-        return done
+        return change()
 
     def _remove_damaged(self, names: Sequence[str], outcomes: Sequence[object]) -> None:
         damaged = [(name, error.cause) for name, error in zip(names, outcomes, strict=True)

@@ -22,12 +22,12 @@ PAYLOAD = bytes(range(256)) * 2
 META = BlockMeta(
     len(PAYLOAD), xxhash.xxh3_64_intdigest(PAYLOAD), key_of(2), key_of(3), b"tenant-1", depth=70_000, group=5
 )
-EDITION = 258
+MARK = 0x0123456789ABCDEF
 
 
 def sealed() -> bytes:
     container = bytes(pack(PAYLOAD, None, "raw", META.checksum))
-    return seal(key_of(1), META, EDITION, len(container)) + container
+    return seal(key_of(1), META, MARK, len(container)) + container
 
 
 def test_writes_the_golden_bytes() -> None:
@@ -36,7 +36,7 @@ def test_writes_the_golden_bytes() -> None:
 
 def test_reads_the_golden_bytes() -> None:
     envelope, container = unseal(VECTOR.read_bytes(), key_of(1), b"tenant-1", key_of(3))
-    assert (envelope.key, envelope.meta, envelope.edition) == (key_of(1), META, EDITION)
+    assert (envelope.key, envelope.meta, envelope.mark) == (key_of(1), META, MARK)
     out = bytearray(len(PAYLOAD))
     unpack_into(container, memoryview(out))
     assert out == PAYLOAD
@@ -45,8 +45,8 @@ def test_reads_the_golden_bytes() -> None:
 def test_the_golden_bytes_are_as_described() -> None:
     data = VECTOR.read_bytes()
     assert data[:8] == b"TKVE\x01\0\0\0"
-    assert struct.unpack_from("<III4xQQQ", data, 8) == (
-        5, 70_000, EDITION, len(PAYLOAD), META.checksum, len(data) - 160
+    assert struct.unpack_from("<IIQQQQ", data, 8) == (
+        5, 70_000, MARK, len(PAYLOAD), META.checksum, len(data) - 160
     )  # fmt: skip
     assert data[48:152] == key_of(1) + b"tenant-1" + key_of(3) + key_of(2)
     assert struct.unpack_from("<Q", data, 152)[0] == xxhash.xxh3_64_intdigest(data[:152])

@@ -181,6 +181,39 @@ def test_two_histories_after_the_engine_was_emptied_end_in_a_third(
     assert area(bob).has(key_of(3))
 
 
+def test_two_deletions_of_a_block_are_not_one_because_the_engine_forgot_the_first(
+    start: Start, engine: MakeBackend, wait: Wait[Any]
+) -> None:
+    ann, bob = start("ann"), start("bob")
+    put(area(ann), 1)
+    assert area(bob).has(key_of(1))
+    area(ann).forget(keys([1]))
+    empty(engine, wait, ann)
+    area(bob).forget(keys([1]))  # knows nothing of the first
+    put(area(ann), 1)  # nor this of the second
+    assert not area(bob).has(key_of(1))
+    assert ann.poll() == [cleared()]
+    assert bob.poll() == [cleared()]
+    for store in (ann, bob):
+        assert area(store).held(keys([1])) == [False]
+
+
+def test_a_history_with_more_clears_is_not_for_that_a_later_one(
+    start: Start, engine: MakeBackend, wait: Wait[Any]
+) -> None:
+    ann, bob = start("ann"), start("bob")
+    put(area(ann), 1)
+    area(ann).forget(keys([1]))
+    empty(engine, wait, ann)
+    area(bob).clear()
+    area(bob).clear()
+    put(area(bob), 1)  # as it may have had it from before the deletion
+    assert ann.poll() == [cleared()]
+    assert bob.poll() == [cleared()]
+    for store in (ann, bob):
+        assert area(store).held(keys([1])) == [False]
+
+
 def empty(engine: MakeBackend, wait: Wait[Any], store: SharedStore) -> None:
     async def remove_all() -> None:
         backend = engine()
@@ -218,6 +251,38 @@ def test_a_clear_without_the_engine_is_made_up_for(redis: RedisServer, tmp_path:
     assert not area(ann).has(key_of(1))
     ann.close()
     bob.close()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["meets", "settles"])
+def test_what_a_node_found_out_on_its_way_outlives_it(
+    redis: RedisServer, tmp_path: Path, wait: Wait[Any], first: bool
+) -> None:
+    prefix = fresh_prefix()
+    link = Between(make_backend(redis.url))
+    ann = open_store(redis.url, prefix=prefix)
+    bob = open_store(link, prefix=prefix, known=tmp_path / "bob")
+    put(area(ann), 1)
+    if not first:
+        assert area(bob).has(key_of(1))
+        assert bob.poll() == []
+        link.cut = True
+        assert area(bob).clear() is False
+    assert area(ann).clear() is True
+    link.cut = False
+    wait_until(lambda: bob.available, "the breaker")
+    assert not area(bob).has(key_of(1))  # no poll: what is found out is told later
+    kill(bob)
+    empty(lambda: make_backend(redis.url), wait, ann)
+    bob = open_store(redis.url, prefix=prefix, known=tmp_path / "bob")
+    area(bob)
+    assert bob.poll() == [cleared()]
+    ann.close()
+    bob.close()
+
+
+def kill(store: SharedStore) -> None:
+    """End a store as if its process were killed: nothing is saved."""
+    store._link.close()
 
 
 class Node:
@@ -289,7 +354,7 @@ def nodes_machine(url: str, directory: Path, clean: Callable[[str], None]) -> ty
                 self.do((at + step) % 3, doing)
             node.link.cut = False
             if after:
-                self.restart(node, kill=after == "kill")
+                self.restart(node, killed=after == "kill")
             else:
                 self.await_answer(node)
 
@@ -299,7 +364,7 @@ def nodes_machine(url: str, directory: Path, clean: Callable[[str], None]) -> ty
             node = self.nodes[at]
             node.store.poll()
             self.tell(node)
-            self.restart(node, kill=True)
+            self.restart(node, killed=True)
 
         @rule()
         def empty(self) -> None:
@@ -376,11 +441,8 @@ def nodes_machine(url: str, directory: Path, clean: Callable[[str], None]) -> ty
             for one in KEYS:
                 self.read(node, one)
 
-        def restart(self, node: Node, *, kill: bool) -> None:
-            if kill:
-                node.store._link.close()  # nothing is saved
-            else:
-                node.store.close()
+        def restart(self, node: Node, *, killed: bool) -> None:
+            (kill if killed else SharedStore.close)(node.store)
             node.start()
 
         def await_answer(self, node: Node) -> None:
