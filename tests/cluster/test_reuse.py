@@ -46,31 +46,36 @@ def ask(node: Node, loaded: LoadedModel, prompt: list[int]) -> Generation:
 
 
 @pytest.fixture
-def newcomer(cluster: Cluster, home: Path) -> Iterator[Node]:
-    """A node that has never been there before."""
-    node = Node(home, "newcomer", cluster.network.host("n"), cluster.servers.url, shared=cluster.access)
-    try:
-        node.start()
-        yield node
-    finally:
+def nodes(cluster: Cluster, home: Path) -> Iterator[list[Node]]:
+    """Nodes that nothing has happened to yet, and that wait for an answer however busy the machine is."""
+    patient = {**cluster.access, "probe_timeout": 10.0}
+    made = [
+        Node(home, name, cluster.network.host(name), cluster.servers.url, shared=patient)
+        for name in ("first", "second", "third")
+    ]
+    yield made
+    for node in made:
         node.kill()
 
 
 def test_what_one_node_computed_another_reuses_even_when_the_first_is_gone(
-    cluster: Cluster, newcomer: Node, loaded: LoadedModel
+    nodes: list[Node], loaded: LoadedModel
 ) -> None:
-    a, b = cluster.nodes
+    first, second, newcomer = nodes
     prompt = prompt_of(loaded, "Rivers")
     alone = generate(loaded.model, None, loaded.spec, prompt, NEW_TOKENS)
-    cold = ask(a, loaded, prompt)
+    first.start()
+    second.start()
+    cold = ask(first, loaded, prompt)
     assert cold.reused_tokens == 0
-    reused = ask(b, loaded, prompt)
-    a.kill()
-    try:
-        after = ask(newcomer, loaded, prompt)
-    finally:
-        a.start()
-    assert reused.tokens_by_tier == after.tokens_by_tier == {"shared": BLOCKS * loaded.spec.block_tokens}
+    reused = ask(second, loaded, prompt)
+    first.kill()
+    second.kill()
+    newcomer.start()
+    after = ask(newcomer, loaded, prompt)
+    everything = {"shared": BLOCKS * loaded.spec.block_tokens}
+    assert reused.tokens_by_tier == everything
+    assert after.tokens_by_tier == everything
     assert alone.tokens == cold.tokens == reused.tokens == after.tokens
 
 
