@@ -1,12 +1,17 @@
 """The shared tier against the client it uses: 2 MiB blocks, 8 in flight, GB/s of payload.
 
     python benchmarks/shared_tier.py                                  a Redis of its own on this machine
+    python benchmarks/shared_tier.py --gigabits 10                    the same behind a link of so many Gb/s each way
     python benchmarks/shared_tier.py valkey://host:6379               a server, or a cluster
     python benchmarks/shared_tier.py s3://bucket --option endpoint=http://host:8333 --option region=us-east-1 ...
 
 The raw client puts and gets values that lie ready, and gets them into memory of its own choice; the tier codes, wraps
 and verifies, and reads into the caller's buffers. All works take turns; medians. `stored` is payload over what it takes
-in the engine. What is put is deleted again.
+in the engine. What is put is deleted again. A Redis of its own is filled first: one that still grows waits for the
+kernel's pages, and evicting is what servers do that have run for a while.
+
+The link is a model: values take their time on it one after another, the client's and the tier's alike, and both still
+share this machine's cores with the server.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import asyncio
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,13 +35,17 @@ from tierkv.service.bench.measure import gbps, interleaved
 from tierkv.service.bench.payload import Blocks, fresh_key
 from tierkv.spec import BlockLayout
 from tierkv.storage.shared import Backend, SharedStore, SharedTier, make_backend
+from tierkv.storage.shared.backend import Buffer
 from tierkv.storage.shared.loop import acquire_loop, release_loop
+from tierkv.storage.shared.valkey import ValkeyBackend
 from tierkv.storage.tier import BlockMeta, checksum
 
 MIB = 1 << 20
 IN_FLIGHT = 8
 PORT = 7390
-MEMORY = "2gb"
+MEMORY = 1 << 30
+LRU_CLOCK_S = 2.0
+"""What lies longer in a Redis than this is older to it than what comes now."""
 
 
 def incompressible(block_bytes: int, number: int) -> Blocks:
@@ -43,6 +53,36 @@ def incompressible(block_bytes: int, number: int) -> Blocks:
     data = np.random.default_rng(0).integers(0, 256, (number, block_bytes), np.uint8)
     layout = BlockLayout("bfloat16", (block_bytes // 2,), 0)
     return Blocks(layout, data, [BlockMeta(block_bytes, checksum(row.data), layout=layout) for row in data])
+
+
+class Wire:
+    """One direction of a link: values take their time one after another."""
+
+    def __init__(self, gigabits: float) -> None:
+        self.bytes_per_s = gigabits * 1e9 / 8
+        self.free_at = 0.0
+
+    async def carry(self, nbytes: int) -> None:
+        now = asyncio.get_running_loop().time()
+        self.free_at = max(self.free_at, now) + nbytes / self.bytes_per_s
+        await asyncio.sleep(self.free_at - now)
+
+
+class Distant(ValkeyBackend):
+    """A Valkey server behind a link."""
+
+    def __init__(self, address: tuple[str, int], gigabits: float) -> None:
+        super().__init__([address])
+        self.there, self.back = Wire(gigabits), Wire(gigabits)
+
+    async def put(self, name: str, data: Buffer) -> None:
+        await asyncio.gather(self.there.carry(len(data)), super().put(name, data))
+
+    async def get(self, name: str) -> Buffer | None:
+        value = await super().get(name)
+        if value is not None:
+            await self.back.carry(len(value))
+        return value
 
 
 @dataclass
@@ -124,7 +164,7 @@ def check(outcomes: Sequence[object]) -> None:
             raise outcome
 
 
-def measure(make: Callable[[], Backend], block_bytes: int, number: int, rounds: int, threads: int) -> None:
+def measure(make: Callable[[], Backend], block_bytes: int, number: int, rounds: int, threads: int, fill: int) -> None:
     kinds = {"like KV": Blocks.make(block_bytes, number), "random": incompressible(block_bytes, number)}
     loop = acquire_loop()
     raw = Client(make(), [row.tobytes() for row in kinds["random"].data], loop)
@@ -133,6 +173,8 @@ def measure(make: Callable[[], Backend], block_bytes: int, number: int, rounds: 
     store = SharedStore(make(), prefix="bench", probe_timeout_s=10, transfer_timeout_s=60, encode_threads=threads)
     store.open()
     try:
+        for _ in range(-(-fill // (block_bytes * number))):
+            raw.put()
         rows = {
             f"tier, {codec}, {kind}": Tiered(store.area(fresh_key()[:8], bytes(32)), blocks, codec)
             for codec in ("raw", "bx1")
@@ -142,6 +184,7 @@ def measure(make: Callable[[], Backend], block_bytes: int, number: int, rounds: 
             tenant = tiered.tier.tenant
             tiered.metas = [meta._replace(tenant=tenant) for meta in tiered.metas]
         puts = interleaved({"client": raw.put, **{name: row.put for name, row in rows.items()}}, rounds=rounds)
+        time.sleep(LRU_CLOCK_S)
         for put in (raw.put, *(row.put for row in rows.values())):
             put()  # an engine that evicts has them all now
         gets = interleaved({"client": raw.get, **{name: row.get for name, row in rows.items()}}, rounds=rounds)
@@ -169,7 +212,7 @@ def own_redis() -> Iterator[str]:
         raise SystemExit("there is no redis-server: name a server, see --help")
     with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as home:
         command = [program, "--port", str(PORT), "--save", "", "--appendonly", "no", "--dir", home]
-        command += ["--maxmemory", MEMORY, "--maxmemory-policy", "allkeys-lru", "--maxmemory-samples", "64"]
+        command += ["--maxmemory", str(MEMORY), "--maxmemory-policy", "allkeys-lru", "--maxmemory-samples", "64"]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
             try:
                 yield f"valkey://127.0.0.1:{PORT}"
@@ -185,14 +228,19 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1, help="that code and decode")
+    parser.add_argument("--gigabits", type=float, help="of a link to the Redis that is started")
     given = parser.parse_args()
     options = dict(option.split("=", 1) for option in given.option)
     size = given.block_kib << 10
+    numbers = size, given.blocks, given.rounds, given.threads
     if given.url:
-        measure(partial(make_backend, given.url, options=options), size, given.blocks, given.rounds, given.threads)
+        measure(partial(make_backend, given.url, options=options), *numbers, fill=0)
         return
     with own_redis() as url:
-        measure(partial(make_backend, url), size, given.blocks, given.rounds, given.threads)
+        if given.gigabits:
+            measure(partial(Distant, ("127.0.0.1", PORT), given.gigabits), *numbers, fill=MEMORY)
+        else:
+            measure(partial(make_backend, url), *numbers, fill=MEMORY)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def split_halves(halves: Array, codes: Array, rest: Array) -> None:
 def merge_halves(codes: Array, rest: Array, halves: Array) -> None:
     """Inverse of `split_halves`."""
     spread = scratch("spread", halves.nbytes).view("<i2").reshape(halves.shape)
-    np.left_shift(codes, 7, out=halves, dtype=halves.dtype)
+    np.multiply(codes, 128, out=halves, dtype=halves.dtype)
     # widening a signed byte repeats its sign up to bit 15, where the word wants it
     np.bitwise_and(rest.view(np.int8), _SIGN_AND_LOW_7, out=spread)
     np.bitwise_or(halves, spread.view("<u2"), out=halves)

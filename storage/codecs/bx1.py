@@ -208,9 +208,22 @@ def _split(data: Bytes, planes: list[Bytes], grid: _Grid) -> None:
                 halves = _halves(codes.shape)
                 split_words(values[part], halves, grid.per_value(others[0].view("<u2"))[part])
             split_halves(halves, codes, grid.per_value(others[-1])[part])
-        np.maximum.reduce(codes, axis=1, out=peaks[part], keepdims=True)
+        _peaks(codes, peaks[part])
         # a whole float8 is subtracted, not its code: modulo 256 its sign comes out as the residual's top bit
         np.subtract(peaks[part], values[part] if grid.itemsize == 1 else codes, out=codes)
+
+
+def _peaks(codes: _Array, peaks: _Array) -> None:
+    """Fill `peaks` with the largest code of each group and channel: by halves, since numpy reduces token by token."""
+    groups, tokens, channels = codes.shape
+    larger = scratch("larger", groups * (tokens // 2) * channels).reshape(groups, tokens // 2, channels)
+    while tokens > 1:
+        half = tokens // 2
+        np.maximum(codes[:, :half], codes[:, half : 2 * half], out=larger[:, :half])
+        if tokens % 2:
+            np.maximum(larger[:, :1], codes[:, tokens - 1 : tokens], out=larger[:, :1])
+        codes, tokens = larger, half
+    np.copyto(peaks, codes[:, :1])
 
 
 def _merge(planes: list[Bytes], out: Bytes, grid: _Grid) -> None:

@@ -20,6 +20,7 @@ SECTIONS = 3
 """Pairs, positions of the escapes, escapes."""
 
 _LOWER_HALVES = np.uint64(0x0F0F0F0F0F0F0F0F)
+_UPPER_HALVES = ~_LOWER_HALVES
 _WORTH_IT = 4096  # numbers; below, what is saved is less than two more sections cost
 _MOST_ESCAPES = 1 / 1024  # of the numbers; at 5 bytes each, more of them would cost more than pairs gain
 
@@ -37,16 +38,21 @@ def join_pairs(plane: Bytes, size: int) -> list[Bytes] | None:
     if size < _WORTH_IT:
         return None
     plane[size:] = 0
-    large = scratch("large", plane.size).view(bool)
-    np.greater(plane, 15, out=large)
-    at = np.flatnonzero(large.view("<u8"))  # eight at a time: hardly any is
-    positions = (8 * at[:, None] + np.arange(8))[large.reshape(-1, 8)[at]].astype("<u4")
+    words = plane.view("<u8")
+    low, high = words[: words.size // 2], words[words.size // 2 :]
+    both = scratch("both", low.nbytes).view("<u8")
+    np.bitwise_or(low, high, out=both)
+    np.bitwise_and(both, _UPPER_HALVES, out=both)
+    at = np.flatnonzero(both != 0)  # sixteen at a time: hardly any is
+    if at.size > size * _MOST_ESCAPES:
+        return None
+    at = np.concatenate((at, at + low.size))
+    large = (words[at] & _UPPER_HALVES).view(np.uint8).reshape(-1, 8) != 0
+    positions = (8 * at[:, None] + np.arange(8))[large].astype("<u4")
     if positions.size > size * _MOST_ESCAPES:
         return None
     escapes = plane[positions]
-    words = plane.view("<u8")
-    np.bitwise_and(words, _LOWER_HALVES, out=words)
-    low, high = words[: words.size // 2], words[words.size // 2 :]
+    plane[positions] &= 0x0F
     np.left_shift(high, np.uint64(4), out=high)
     np.bitwise_or(low, high, out=low)
     return [shrink(low.view(np.uint8)), positions.view(np.uint8), escapes]

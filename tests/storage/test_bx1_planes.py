@@ -68,7 +68,8 @@ def sections_of(payload: bytes, layout: BlockLayout) -> list[memoryview]:
 
 
 shapes = st.one_of(
-    st.lists(st.integers(1, 5), min_size=1, max_size=5).map(tuple), st.sampled_from([LARGE, (1, 1, 4097, 1, 1)])
+    st.lists(st.integers(1, 5), min_size=1, max_size=5).map(tuple),
+    st.sampled_from([LARGE, (1, 1, 4097, 1, 1), (2, 2, 27, 3, 16)]),
 )
 
 
