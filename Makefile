@@ -14,6 +14,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 SGLANG := $(VENV)/sglang
 SGLANG_READY := $(SGLANG)/.ready
+AZURITE := $(BIN)/azurite-blob
 
 ifeq ($(shell nvidia-smi >/dev/null 2>&1 && echo yes),yes)
 ACCELERATOR := -e '.[gpu]'
@@ -21,7 +22,7 @@ else
 ACCELERATOR := torch==2.13.0 'triton>=3.5'
 endif
 
-.PHONY: help demo test test-cluster test-vllm test-sglang pictures torture state-machine check lint format typecheck clean
+.PHONY: help demo test test-cluster test-vllm test-sglang azurite pictures torture state-machine check lint format typecheck clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -41,6 +42,8 @@ test-vllm: $(VLLM_READY) ## run a real vLLM on the CPU with the cache (builds 4 
 
 test-sglang: $(READY) $(SGLANG_READY) ## run SGLang's cache controller and host pools on the CPU with the cache
 	PYTHONPATH=$(SGLANG) $(BIN)/python -m pytest tests/sglang
+
+azurite: $(AZURITE) ## install an emulator of Azure Blob, whose tests are skipped without it (needs node and npm)
 
 pictures: $(READY) ## take the pictures of the dashboard in docs/ anew (needs chromium)
 	$(BIN)/python -m tests.dashboard.pictures
@@ -94,3 +97,7 @@ $(VLLM_READY): pyproject.toml Makefile
 $(SGLANG_READY): tests/sglang/requirements.txt | $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(SGLANG) -r $<
 	touch $@
+
+$(AZURITE): | $(READY)
+	npm install --silent --no-fund --no-audit --ignore-scripts --prefix $(VENV)/azurite azurite@3.35.0
+	ln -sf ../azurite/node_modules/.bin/azurite-blob $@

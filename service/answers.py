@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tierkv.cache import GrantState
+from tierkv.connected import NodeFailure
 from tierkv.keys import TENANT_NAME
 from tierkv.storage.cold.tier import SegmentState
 
@@ -102,7 +103,7 @@ class NodeHit(_Answer):
     blocks: Count
     tokens: Count
     tokens_by_tier: Counts
-    error: Literal["down", "late", "refused", "unknown-namespace"] | None
+    error: NodeFailure | None
     detail: str
     age_s: Seconds | None
     """Since it last answered; null for never."""
@@ -361,6 +362,8 @@ class Insight(InsightTally):
 
     enabled: bool
     since: Seconds
+    window_s: Seconds | None
+    """That was asked for, None: all since the start."""
     sample: float
     dropped: Count
     tenants: dict[str, InsightTenant]

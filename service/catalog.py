@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from tierkv.errors import InvalidRequest
 from tierkv.service import answers, messages
 from tierkv.service.cluster.signing import NODE_HEADER, NODE_PATTERN
-from tierkv.service.query import HASH_PATTERN, NUMBER_PATTERN, SECONDS_PATTERN, WHOLE_PATTERN
+from tierkv.service.query import DAY_PATTERN, HASH_PATTERN, NUMBER_PATTERN, SECONDS_PATTERN, WHOLE_PATTERN
 from tierkv.wire import CHECKSUM_HEADER, FRAME_TYPE, HIT_HEADER, MISS_HEADER, PAYLOAD_TYPE, TIER_HEADER
 
 __all__ = ["OPERATIONS", "Operation", "Parameter", "refuse_unknown_parameters"]
@@ -194,7 +194,11 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         {200: answers.Trunks},
         query={"most": Parameter("how many trunks at most", "^([0-9]{1,4}|10000)$")},
     ),
-    ("GET", "/v1/insight"): Operation("Why prompts were not cached", {200: answers.Insight}),
+    ("GET", "/v1/insight"): Operation(
+        "Why prompts were not cached",
+        {200: answers.Insight},
+        query={"window": Parameter("the last so many seconds, at most a day; else since the start", DAY_PATTERN)},
+    ),
     ("POST", "/v1/insight/audits"): Operation(
         "Tell what audits found",
         {200: answers.Accepted},

@@ -32,6 +32,7 @@ from tierkv.service.connections import RETRY_AFTER_S, Connections
 from tierkv.service.context import Context
 from tierkv.service.kv_events import publishing
 from tierkv.service.notify import notify
+from tierkv.service.pins import keeping_pins
 from tierkv.service.reload import reload
 from tierkv.service.tls import server_context
 from tierkv.wire import PROBLEM_TYPE, problem_from_error
@@ -96,6 +97,7 @@ async def run_daemon(config: Config, reread: Callable[[], Config], on_ready: Cal
             await _listen(stack, connections, listener, encryption if over_tcp else None, config.limits.idle)
         engine = await asyncio.to_thread(build_engine, config)
         stack.push_async_callback(asyncio.to_thread, engine.close)
+        await stack.enter_async_context(keeping_pins(config.state_dir, engine))
         await stack.enter_async_context(publishing(config.kv_events, engine))
         secret = await asyncio.to_thread(server_secret, config)
         peers = await stack.enter_async_context(Peers(config, secret))

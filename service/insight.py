@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -10,15 +11,28 @@ from rich.console import Console
 from rich.table import Table
 
 from tierkv.client import connect
-from tierkv.insight.live.causes import CAUSES
+from tierkv.errors import ConfigError
+from tierkv.insight.live import CAUSES, LONGEST_S
 
-__all__ = ["ask_insight", "print_insight"]
+__all__ = ["ask_insight", "parse_last", "print_insight"]
+
+_LAST = re.compile(r"(?P<number>\d{1,6}(?:\.\d{1,6})?)\s*(?P<unit>s|min|m|h|d)")
+_UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def ask_insight(url: str) -> dict[str, Any]:
-    """Ask a daemon. Raises what it answers, or `Unavailable`."""
+def ask_insight(url: str, window_s: float | None = None) -> dict[str, Any]:
+    """Ask a daemon, about all since its start or a window. Raises what it answers, or `Unavailable`."""
     with connect(url) as cache:
-        return cache.insight()
+        return cache.insight(window_s)
+
+
+def parse_last(text: str) -> float:
+    """Read how long a window is, such as 1h; return seconds. Raises `ConfigError`."""
+    match = _LAST.fullmatch(text.strip())
+    seconds = float(match["number"]) * _UNITS[match["unit"]] if match else 0.0
+    if not 0 < seconds <= LONGEST_S:
+        raise ConfigError(f"--last cannot be {text!r}", remedy="give a time such as 15min or 1h, at most 24h")
+    return seconds
 
 
 def print_insight(found: Mapping[str, Any], console: Console) -> None:
@@ -34,6 +48,10 @@ def print_insight(found: Mapping[str, Any], console: Console) -> None:
     _templates(found, console)
     _regret(found, console)
     _room(found["whatif"], console)
+    if found["window_s"] is not None:
+        console.print(
+            "Templates, what other capacities would give, and audits are told since the start: without --last."
+        )
     for tenant, row in found["tenants"].items():
         verdicts = row["audits"]["audits"] if row["audits"] else {}
         bad = sum(verdicts.values()) - verdicts.get("ok", 0)

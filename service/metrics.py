@@ -80,10 +80,7 @@ class _Snapshot(Collector):
         for name, help_text in _TOTALS.items():
             yield CounterMetricFamily(f"tierkv_{name}", help_text, value=counters[name])
         for name, (label, help_text) in _LABELLED.items():
-            family = CounterMetricFamily(f"tierkv_{name}", help_text, labels=[label])
-            for value, count in sorted(counters[name].items()):
-                family.add_metric([value], count)
-            yield family
+            yield _counts(name, help_text, label, counters[name])
         for name, help_text in (
             ("capacity_bytes", "Size of a tier."),
             ("used_bytes", "Bytes in use in a tier, overhead and padding included."),
@@ -98,12 +95,7 @@ class _Snapshot(Collector):
         yield GaugeMetricFamily(
             "tierkv_cold_stored_bytes", "Bytes of coded blocks in the cold tier.", value=cold.get("stored_bytes", 0)
         )
-        damage = CounterMetricFamily(
-            "tierkv_cold_damage", "Damage the cold tier found, blocks and files.", labels=["cause"]
-        )
-        for cause, count in sorted(cold.get("damage", {}).items()):
-            damage.add_metric([cause], count)
-        yield damage
+        yield _counts("cold_damage", "Damage the cold tier found, blocks and files.", "cause", cold.get("damage", {}))
         dirty = GaugeMetricFamily("tierkv_dirty_bytes", "Payload bytes that no slower tier holds.", labels=["tier"])
         for tier, count in self._stats["dirty_bytes"].items():
             dirty.add_metric([tier], count)
@@ -144,10 +136,7 @@ class _Snapshot(Collector):
         for name, help_text in _SHARED_TOTALS.items():
             yield CounterMetricFamily(f"tierkv_shared_{name}", help_text, value=shared.get(name, 0))
         for name, (label, help_text) in _SHARED_LABELLED.items():
-            family = CounterMetricFamily(f"tierkv_shared_{name}", help_text, labels=[label])
-            for label_value, count in sorted(shared.get(name, {}).items()):
-                family.add_metric([label_value], count)
-            yield family
+            yield _counts(f"shared_{name}", help_text, label, shared.get(name, {}))
 
     def _insight(self) -> Iterator[Metric]:
         """Of requests that were looked into; where that is switched off all is 0."""
@@ -155,10 +144,7 @@ class _Snapshot(Collector):
         for name, help_text in _INSIGHT_TOTALS.items():
             yield CounterMetricFamily(f"tierkv_insight_{name}", help_text, value=insight.get(name, 0))
         for name, (label, help_text) in _INSIGHT_LABELLED.items():
-            family = CounterMetricFamily(f"tierkv_insight_{name}", help_text, labels=[label])
-            for value, count in sorted(insight.get(name, {}).items()):
-                family.add_metric([value], count)
-            yield family
+            yield _counts(f"insight_{name}", help_text, label, insight.get(name, {}))
         ratio = GaugeMetricFamily(
             "tierkv_insight_hit_ratio", "Share of blocks that other capacities would have found.", labels=["capacity"]
         )
@@ -177,10 +163,15 @@ class _Snapshot(Collector):
             ("refused", "limit", "Requests and connections refused because a limit was reached."),
             ("cut", "stuck", "Connections cut because they got nowhere."),
         ):
-            family = CounterMetricFamily(f"tierkv_{name}", help_text, labels=[label])
-            for value, count in sorted(http[name].items()):
-                family.add_metric([value], count)
-            yield family
+            yield _counts(name, help_text, label, http[name])
+
+
+def _counts(name: str, help_text: str, label: str, counts: Mapping[str, float]) -> CounterMetricFamily:
+    """Return a counter with one label."""
+    family = CounterMetricFamily(f"tierkv_{name}", help_text, labels=[label])
+    for value, count in sorted(counts.items()):
+        family.add_metric([value], count)
+    return family
 
 
 def render(stats: Mapping[str, Any]) -> tuple[bytes, str]:

@@ -10,6 +10,7 @@ from tierkv.errors import InvalidRequest
 from tierkv.keys import HASH_BYTES
 
 __all__ = [
+    "DAY_PATTERN",
     "HASH_PATTERN",
     "NUMBER_PATTERN",
     "SECONDS_PATTERN",
@@ -23,6 +24,8 @@ __all__ = [
 HASH_PATTERN = f"^[0-9a-f]{{{2 * HASH_BYTES}}}$"
 WHOLE_PATTERN = "^[0-9]{1,9}$"
 NUMBER_PATTERN = "^[0-9]{1,18}$"
+DAY_PATTERN = "^([1-9][0-9]{0,3}|[1-7][0-9]{4}|8[0-5][0-9]{3}|86[0-3][0-9]{2}|86400)$"
+"""Whole seconds, from one to a day."""
 SECONDS_PATTERN = r"^[0-9]{1,9}(\.[0-9]{1,9})?$"
 
 

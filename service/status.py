@@ -45,7 +45,9 @@ def print_status(stats: Mapping[str, Any]) -> None:
 
 def _print_shared(shared: Mapping[str, Any], hit_tokens: int, console: Console) -> None:
     answers = shared["state"] == "closed"
-    state = "answers" if answers else shared["last_error"] or shared["state"]
+    state = shared["last_error"] or shared["state"]
+    if answers:
+        state = "full" if shared["full"] else "answers"
     console.print(
         f"shared: {shared['kind']}, {state}; {hit_tokens:,} hit tokens, "
         f"{shared['uploaded_blocks']:,} blocks written, {shared['waiting_blocks']:,} waiting",
@@ -53,6 +55,10 @@ def _print_shared(shared: Mapping[str, Any], hit_tokens: int, console: Console) 
         markup=False,
         soft_wrap=True,
     )
+    failures = sum(shared["failures"].values())
+    if answers and failures:
+        told = f"shared: {failures:,} calls have come to nothing, the last: {shared['last_error']}"
+        console.print(told, style="yellow", markup=False, soft_wrap=True)
     for warning in shared["warnings"]:
         console.print(f"shared: {warning}", style="yellow", markup=False, soft_wrap=True)
 

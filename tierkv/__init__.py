@@ -18,6 +18,7 @@ from tierkv.spec import KVGroup, KVSpec
 
 if TYPE_CHECKING:
     from tierkv.config import Config
+    from tierkv.connected import ConnectedCache
 
 __all__ = ["Cache", "Chain", "KVGroup", "KVSpec", "TierKVError", "connect", "open"]
 
@@ -64,7 +65,7 @@ def connect(
     fail_open: bool = False,
     extra_s: float = 0.05,
     on_device: bool = False,
-) -> Cache:
+) -> ConnectedCache:
     """Connect to a daemon.
 
     Parameters

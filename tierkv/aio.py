@@ -38,12 +38,21 @@ from tierkv.cache import (
     TicketProgress,
     WriteLease,
 )
+from tierkv.connected import ConnectedCache, Where
 from tierkv.errors import CorruptBlock, Unavailable
 from tierkv.pools import Pools
 from tierkv.spec import KVSpec
 from tierkv.storage.device import DeviceBlock
 
-__all__ = ["AsyncCache", "AsyncComputeLease", "AsyncReadLease", "AsyncTicket", "AsyncWriteLease", "connect"]
+__all__ = [
+    "AsyncCache",
+    "AsyncComputeLease",
+    "AsyncReadLease",
+    "AsyncTicket",
+    "AsyncWriteLease",
+    "ConnectedAsyncCache",
+    "connect",
+]
 
 
 async def connect(
@@ -56,7 +65,7 @@ async def connect(
     fail_open: bool = False,
     extra_s: float = 0.05,
     on_device: bool = False,
-) -> AsyncCache:
+) -> ConnectedAsyncCache:
     """Connect to a daemon. Parameters and errors as `tierkv.connect`; failing open a `FailOpenAsyncCache`."""
     if fail_open:
         from tierkv.client.failopen_aio import FailOpenAsyncCache
@@ -69,7 +78,7 @@ async def connect(
     made = await asyncio.to_thread(
         connect_client, url, tenant=tenant, token=token, ca=ca, timeout_s=timeout_s, on_device=on_device
     )
-    return AsyncCache(made)
+    return ConnectedAsyncCache(made)
 
 
 def _give_up(lease: ReadLease) -> None:
@@ -198,6 +207,17 @@ class AsyncCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class ConnectedAsyncCache(AsyncCache):
+    """`tierkv.connected.ConnectedCache` for asyncio."""
+
+    def __init__(self, cache: ConnectedCache, pools: Pools | None = None) -> None:
+        super().__init__(cache, pools)
+        self._connected = cache
+
+    async def where(self, chain: Chain, *, wait_s: float = 0.05) -> Where:
+        return await self._pools.wait(partial(self._connected.where, chain, wait_s=wait_s))
 
 
 class AsyncTicket:

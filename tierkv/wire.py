@@ -16,6 +16,7 @@ from typing import Any
 import msgpack
 
 from tierkv.cache import BlockRef, Grant, Hit, LoadChoice, TicketProgress, Written
+from tierkv.connected import NodeHit, Where
 from tierkv.errors import BodyMismatch, CorruptBlock, InvalidRequest, TierKVError, error_classes
 from tierkv.keys import SESSION_CHARACTERS, TENANT_NAME
 
@@ -45,6 +46,7 @@ __all__ = [
     "pack_hit",
     "pack_progress",
     "pack_refs",
+    "pack_where",
     "pack_written",
     "problem_from_error",
     "unpack_choice",
@@ -53,6 +55,7 @@ __all__ = [
     "unpack_hit",
     "unpack_progress",
     "unpack_refs",
+    "unpack_where",
     "unpack_written",
 ]
 
@@ -165,6 +168,16 @@ def pack_hit(hit: Hit) -> dict[str, Any]:
 
 def unpack_hit(data: Mapping[str, Any]) -> Hit:
     return Hit(data["blocks"], data["tokens"], tuple(data["tiers"]))
+
+
+def pack_where(where: Where) -> dict[str, Any]:
+    nodes = [{name: getattr(node, name) for name in NodeHit.__slots__} for node in where.nodes]
+    return {"blocks": where.blocks, "nodes": nodes}
+
+
+def unpack_where(data: Mapping[str, Any]) -> Where:
+    nodes = tuple(NodeHit(**{name: node[name] for name in NodeHit.__slots__}) for node in data["nodes"])
+    return Where(data["blocks"], nodes)
 
 
 def pack_progress(progress: TicketProgress) -> dict[str, Any]:

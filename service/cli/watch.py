@@ -53,13 +53,19 @@ def top(
         raise typer.Exit from None
 
 
-def insight(url: UrlOption, as_json: JsonOption = False) -> None:
+def insight(
+    url: UrlOption,
+    last: Annotated[
+        str | None, typer.Option(help="Only so long, such as 1h, at most 24h; default: since the daemon's start.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Show why prompts were not cached, where they leave their templates, and what more room would have given."""
     from rich.console import Console
 
-    from tierkv.service.insight import ask_insight, print_insight
+    from tierkv.service.insight import ask_insight, parse_last, print_insight
 
-    found = ask_insight(url)
+    found = ask_insight(url, parse_last(last) if last is not None else None)
     if as_json:
         typer.echo(json.dumps(found))
     else:

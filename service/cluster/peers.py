@@ -8,12 +8,13 @@ import secrets
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import aiohttp
 from pydantic import ValidationError
 
 from tierkv.config import Config
+from tierkv.connected import NodeFailure
 from tierkv.core.build import node_name
 from tierkv.errors import TierKVError
 from tierkv.service.answers import PeerHit
@@ -21,10 +22,9 @@ from tierkv.service.cluster.addresses import Address, Peer
 from tierkv.service.cluster.signing import NODE_HEADER, NodeKey
 from tierkv.wire import MSGPACK_TYPE, decode, encode
 
-__all__ = ["PEER_ROUTE", "Answer", "Failure", "Peers"]
+__all__ = ["PEER_ROUTE", "Answer", "Peers"]
 
 PEER_ROUTE = "/v1/peer/lookup"
-Failure = Literal["down", "late", "refused", "unknown-namespace"]
 _MOST_ANSWER_BYTES = 1 << 20
 _CONNECTIONS = 256
 _IDLE_S = 60.0
@@ -57,7 +57,7 @@ class Answer:
     blocks: int = 0
     tokens: int = 0
     tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
-    error: Failure | None = None
+    error: NodeFailure | None = None
     detail: str = ""
     age_s: float | None = 0.0
 
@@ -169,13 +169,13 @@ class Peers:
         if status != 200:
             problem = _problem(raw)
             unknown = status == 404 and problem.get("type") == "urn:tierkv:problem:not-found"
-            kind: Failure = "unknown-namespace" if unknown else "down" if status >= 500 else "refused"
+            kind: NodeFailure = "unknown-namespace" if unknown else "down" if status >= 500 else "refused"
             return self._failure(url, kind, str(problem.get("detail", f"status {status}")), heard=unknown)
         hit = PeerHit.model_validate(decode(raw, content_type))
         self._heard[url] = _Heard(hit.node, hit.instance, asyncio.get_running_loop().time())
         return Answer(url, hit.node, hit.blocks, hit.tokens, hit.tokens_by_tier)
 
-    def _failure(self, url: str, kind: Failure, detail: str, *, heard: bool = False) -> Answer:
+    def _failure(self, url: str, kind: NodeFailure, detail: str, *, heard: bool = False) -> Answer:
         known = self._heard.get(url)
         age_s = None if known is None else asyncio.get_running_loop().time() - known.at
         return Answer(

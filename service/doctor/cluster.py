@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,11 +12,12 @@ from pathlib import Path
 
 from tierkv.config import Config
 from tierkv.core.build import read_secret, shared_store
-from tierkv.errors import TierKVError
+from tierkv.errors import StorageFull, TierKVError
 from tierkv.service.cluster.peers import Answer, Peers
 from tierkv.service.doctor.finding import Finding, fail, ok, warn
 from tierkv.service.status import in_units
 from tierkv.storage.shared import SharedStore
+from tierkv.storage.tier import BlockMeta, checksum
 
 __all__ = ["check"]
 
@@ -22,6 +25,10 @@ _WAIT_S = 2.0
 _LOOKS = 3
 _NOBODYS = "0" * 64
 """A namespace that no node has: one that takes our word says so."""
+_TRIAL = BlockMeta(64, checksum(bytes(64)), namespace=bytes(32), tenant=b"doctor--")
+"""A block of no tenant, and of no namespace that there can be."""
+_TOLD = logging.NullHandler()
+"""For what would be logged: it is told as a finding."""
 _REMEDIES = {
     "refused": "give all nodes the same secret, compare its fingerprint, and synchronise their clocks",
     "down": "start them, or correct cluster.peers; requests go on without them",
@@ -43,8 +50,10 @@ def _shared(config: Config) -> Iterator[Finding]:
     try:
         store = shared_store(config.model_copy(update={"state_dir": None}))  # what is kept there is the daemon's
         assert store is not None
+        logging.getLogger("tierkv.storage.shared").addHandler(_TOLD)
         store.open()
         yield from _engine(store, config.shared.probe_timeout)
+        yield _trial(store)
     except TierKVError as error:
         yield fail("shared", error.message, error.remedy or "correct the section shared")
     finally:
@@ -65,12 +74,31 @@ def _engine(store: SharedStore, probe_timeout_s: float) -> Iterator[Finding]:
     else:
         yield ok("shared", told)
     room = f"{in_units(capacity.used_bytes)} used of " + (
-        in_units(capacity.capacity_bytes) if capacity.capacity_bytes else "what it does not say"
+        in_units(capacity.capacity_bytes) if capacity.capacity_bytes else "what has no bound"
     )
     if capacity.warnings:
         yield warn("shared-engine", f"{room}; {'; '.join(capacity.warnings)}", "docs/cluster.md says how to set it up")
     else:
         yield ok("shared-engine", room)
+
+
+def _trial(store: SharedStore) -> Finding:
+    """Do once what daemons do: a server may answer, and not know or not allow a command."""
+    area, key = store.area(_TRIAL.tenant, _TRIAL.namespace), secrets.token_bytes(32)
+    try:
+        area.put(key, bytes(_TRIAL.length), _TRIAL)
+        area.read_into(key, memoryview(bytearray(_TRIAL.length)))
+        area.meta(key)
+        area.claim(key, 1.0)
+        area.unclaim(key)
+        area.delete(key)
+    except StorageFull as error:
+        return fail("shared-trial", error.message, error.remedy)
+    except TierKVError as error:
+        return fail(
+            "shared-trial", error.message, "use a Valkey, or a Redis from 7 on; docs/cluster.md lists its commands"
+        )
+    return ok("shared-trial", "a block was written, read, claimed and removed")
 
 
 def _peers(config: Config) -> Iterator[Finding]:

@@ -40,10 +40,10 @@ function money(value) {
   return plain(value, value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 4 : 0 }));
 }
 
-export function causes({ insight }) {
+export function causes({ window: insight }) {
   if (!insight) return null;
   if (!insight.enabled) return quiet(OFF);
-  if (!insight.requests) return quiet("No request has been looked into yet.");
+  if (!insight.requests) return quiet(`No request has been looked into since ${clock(insight.since)}.`);
   const asked = insight.requested_tokens;
   const served = sum(insight.hit_tokens);
   const dropped = insight.dropped ? [["requests not looked into, as others came too fast",
@@ -57,6 +57,7 @@ export function causes({ insight }) {
   ]);
   return [
     bar(partsOf(insight)),
+    insight.window_s ? quiet(`${since(insight)}; the templates below since the start.`) : null,
     list([
       [[key("served"), "served"], plain(served, count(served)), percent(ratio(served, asked))],
       ...PARTS.map(({ name, title }) => [[key(name), title], plain(lostBy(insight, name), count(lostBy(insight, name))),
@@ -66,6 +67,10 @@ export function causes({ insight }) {
     table("Causes", ["Lost, because", "Tokens", "Of requested", "Prefill", "Price"],
       rows.map(([name, ...cells]) => [{ text: name }, ...cells])),
   ];
+}
+
+function since(insight) {
+  return `Counted since ${clock(insight.since)}`;
 }
 
 function groupOf(cause) {
@@ -125,7 +130,7 @@ export function room({ insight }) {
   ];
 }
 
-export function regret({ insight }) {
+export function regret({ window: insight }) {
   if (!insight?.enabled) return quiet(insight ? OFF : "");
   const rows = Object.entries(insight.tenants).flatMap(([tenant, { regret }]) =>
     Object.entries(regret).map(([tier, { tokens, lost_tokens: lost, within }]) => [
@@ -135,7 +140,8 @@ export function regret({ insight }) {
       ...WITHIN.map(([name]) => plain(within[name] ?? 0, count(within[name] ?? 0))),
     ]));
   if (!rows.length) return quiet("Nothing that was evicted has been wanted again.");
-  return table("Regret", ["Tokens evicted by", "Wanted again", "Gone for good", ...WITHIN.map(([, title]) => title)], rows);
+  const shown = table("Regret", ["Tokens evicted by", "Wanted again", "Gone for good", ...WITHIN.map(([, title]) => title)], rows);
+  return [insight.window_s ? quiet(`${since(insight)}.`) : null, shown];
 }
 
 export function audits({ insight }) {

@@ -19,7 +19,7 @@ const TOKEN = "tierkv-token";
 const STATES = { live: "live", lost: "not reachable, trying again" };
 
 const at = (id) => document.getElementById(id);
-const view = { stats: null, history: new History(), trunks: [], insight: null, misses: [], faults: [], now: 0 };
+const view = { stats: null, history: new History(), trunks: [], insight: null, window: null, misses: [], faults: [], now: 0 };
 let current = 0; // counts the tokens that were tried
 
 function onState(state) {
@@ -53,20 +53,36 @@ function show() {
 async function keep(path, token, take) {
   const mine = current;
   while (mine === current) {
-    try {
-      const response = await fetch(path, { headers: credentials(token), cache: "no-store" });
-      if (response.ok) take(await response.json());
-    } catch {
-      // The stream says that the daemon is gone.
-    }
+    await ask(path, token, take);
     await new Promise((resolve) => setTimeout(resolve, ASK_EVERY_MS));
+  }
+}
+
+async function ask(path, token, take) {
+  try {
+    const response = await fetch(path, { headers: credentials(token), cache: "no-store" });
+    if (response.ok) take(await response.json());
+  } catch {
+    // The stream says that the daemon is gone.
+  }
+}
+
+/** Ask for all since the start, and for the window that is chosen. */
+function onInsight(insight, token) {
+  view.insight = insight;
+  const seconds = at("window").value;
+  view.window = seconds ? view.window : insight;
+  if (seconds) {
+    ask(`${INSIGHT}?window=${seconds}`, token, (found) => {
+      if (at("window").value === seconds) view.window = found;
+    });
   }
 }
 
 async function start(token) {
   current += 1;
   keep(TRUNKS, token, ({ trunks }) => (view.trunks = trunks));
-  keep(INSIGHT, token, (insight) => (view.insight = insight));
+  keep(INSIGHT, token, (insight) => onInsight(insight, token));
   try {
     await follow(STREAM, token, onEvent, onState);
   } catch (error) {
@@ -89,6 +105,11 @@ at("ask").addEventListener("submit", (event) => {
   at("ask").hidden = true;
   sessionStorage.setItem(TOKEN, token);
   start(token);
+});
+
+at("window").addEventListener("change", () => {
+  view.window = null;
+  ask(INSIGHT, sessionStorage.getItem(TOKEN), (insight) => onInsight(insight, sessionStorage.getItem(TOKEN)));
 });
 
 start(sessionStorage.getItem(TOKEN));

@@ -7,6 +7,7 @@ from collections import Counter
 from aiohttp import web
 
 from tierkv.cache import Hit
+from tierkv.connected import NodeHit, Where
 from tierkv.core.state import NamespaceInfo
 from tierkv.errors import InvalidRequest
 from tierkv.service.cluster.peers import PEER_ROUTE, Answer
@@ -14,6 +15,7 @@ from tierkv.service.cluster.signing import NODE_HEADER, read_signature
 from tierkv.service.context import CONTEXT
 from tierkv.service.logs import ASKED_WAIT_S
 from tierkv.service.messages import PeerRequest, WhereRequest, parse
+from tierkv.wire import pack_where
 
 __all__ = ["ROUTES"]
 
@@ -29,7 +31,7 @@ async def where(request: web.Request) -> web.Response:
     hit = context.engine.reader.lookup(tenant, info.name, chain, ask=False)
     here = Answer("", context.peers.node, hit.blocks, hit.tokens, _by_tier(hit, info))
     nodes = sorted((here, *others), key=_rank)
-    return context.answer(request, {"blocks": len(chain), "nodes": [_row(answer) for answer in nodes]})
+    return context.answer(request, pack_where(Where(len(chain), tuple(map(_node_hit, nodes)))))
 
 
 async def peer_lookup(request: web.Request) -> web.Response:
@@ -66,17 +68,17 @@ def _rank(answer: Answer) -> tuple[bool, int, int]:
     return answer.error is not None, -own, -answer.tokens
 
 
-def _row(answer: Answer) -> dict[str, object]:
-    return {
-        "node": answer.node or None,
-        "url": answer.url or None,
-        "blocks": answer.blocks,
-        "tokens": answer.tokens,
-        "tokens_by_tier": dict(answer.tokens_by_tier),
-        "error": answer.error,
-        "detail": answer.detail,
-        "age_s": answer.age_s,
-    }
+def _node_hit(answer: Answer) -> NodeHit:
+    return NodeHit(
+        answer.node or None,
+        answer.url or None,
+        answer.blocks,
+        answer.tokens,
+        answer.tokens_by_tier,
+        answer.error,
+        answer.detail,
+        answer.age_s,
+    )
 
 
 ROUTES = [

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import re
+
 from aiohttp import web
 
-from tierkv.errors import NotFound
+from tierkv.errors import InvalidRequest, NotFound
 from tierkv.insight.live import NOTHING
 from tierkv.service.audits import parse_audits
 from tierkv.service.context import CONTEXT
 from tierkv.service.messages import AuditsRequest, parse
+from tierkv.service.query import DAY_PATTERN, query_text
 
 __all__ = ["ROUTES"]
 
 
 async def insight(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
+    seconds = _window(request)
     if context.insight is None:
         return context.answer(request, NOTHING)
-    report = await context.in_thread(context.insight.report, context.audience(request))
-    return context.answer(request, report)
+    audience = context.audience(request)
+    if seconds is None:
+        return context.answer(request, await context.in_thread(context.insight.report, audience))
+    return context.answer(request, await context.in_thread(context.insight.report_window, seconds, audience))
+
+
+def _window(request: web.Request) -> float | None:
+    text = query_text(request, "window")
+    if text is None:
+        return None
+    if not re.fullmatch(DAY_PATTERN, text):
+        raise InvalidRequest(f"window cannot be {text[:100]!r}", remedy="give whole seconds, 1 to 86400, a day")
+    return float(text)
 
 
 async def audits(request: web.Request) -> web.Response:

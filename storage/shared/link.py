@@ -15,8 +15,8 @@ from threading import Event
 from typing import Any, TypeVar
 
 from tierkv.errors import ConfigError, StorageError, StorageFull, TierKVError, Unavailable
+from tierkv.storage.breaker import Breaker
 from tierkv.storage.shared.backend import Backend, BackendError, Buffer, Capacity, SupportsClaims
-from tierkv.storage.shared.breaker import Breaker
 from tierkv.storage.shared.health import Health, Limits, LinkState
 from tierkv.storage.shared.loop import acquire_loop, release_loop
 
@@ -59,6 +59,7 @@ class Link:
         self._bytes_out = 0
         self._hedged = 0
         self._last_error = ""
+        self._unreached = ("still connecting", "it is tried again and again; see the shared tier's health")
         self.capacity = Capacity()
 
     @property
@@ -268,10 +269,8 @@ class Link:
         """Raise at once what a call would come to."""
         self.check_open()
         if not self._connected:
-            raise Unavailable(
-                f"the shared tier ({self._backend.kind}) was not reached yet: {self._last_error or 'still connecting'}",
-                remedy="it is tried again and again; see the shared tier's health",
-            )
+            why, remedy = self._unreached
+            raise Unavailable(f"the shared tier ({self._backend.kind}) was not reached yet: {why}", remedy=remedy)
         if self._breaker.refuses:
             raise Unavailable(
                 f"the shared tier ({self._backend.kind}) failed before and is not asked for a while: "
@@ -309,14 +308,17 @@ class Link:
             if room_probe and self._room.state == "half-open":
                 self._room.failed(room_probe)
             if answered:
-                self._breaker.succeeded()
+                self._succeeded()
             else:
                 self._failed(probe)
 
+    def _succeeded(self) -> None:
+        if self._breaker.state != "closed":
+            log.info("the shared tier (%s) answers again", self._backend.kind)
+        self._breaker.succeeded()
+
     def _failed(self, probe: bool) -> None:
-        before = self._breaker.opened
-        self._breaker.failed(probe)
-        if self._breaker.opened > before:
+        if self._breaker.failed(probe):
             log.warning("not asking the shared tier (%s) for a while: %s", self._backend.kind, self._last_error)
 
     def _translated(self, error: BackendError) -> TierKVError:
@@ -367,8 +369,12 @@ class Link:
                     await self._backend.open()
                     self.capacity = await self._backend.capacity()
             except (BackendError, TimeoutError) as error:
-                kind = error.kind if isinstance(error, BackendError) else "timeout"
-                self._note(kind, str(error) or f"no connection within {_OPEN_S} s")
+                if isinstance(error, BackendError):
+                    self._note(error.kind, str(error))
+                    self._unreached = error.message, error.remedy
+                else:
+                    self._note("timeout", f"no connection within {_OPEN_S} s")
+                    self._unreached = self._last_error, "check its load, the network, and that its address is right"
                 if not self._tried.is_set():
                     log.warning("the shared tier (%s) is not reached yet: %s", self._backend.kind, self._last_error)
                 await self._backend.close()
@@ -382,6 +388,8 @@ class Link:
                 return
             else:
                 self._connected = True
+                if self._tried.is_set():
+                    log.info("the shared tier (%s) is reached", self._backend.kind)
                 self._tried.set()
 
     async def _end(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
@@ -61,10 +62,15 @@ def make_backend(
         that is not there. What was given as a secret is never part of it.
     """
     split = _split(url)
-    certificates = None if root_certificates is None else _read(root_certificates)
+    certificates = None if root_certificates is None else _certificates(root_certificates)
     if split.scheme in _VALKEY:
         if options:
             raise ConfigError("a Valkey backend has no options", remedy="leave them out")
+        if certificates is not None and not _VALKEY[split.scheme]:
+            raise ConfigError(
+                f"{split.scheme}:// does not encrypt, and verifies nobody by {root_certificates}",
+                remedy=f"use {split.scheme}s://, or leave it out",
+            )
         return ValkeyBackend(
             _addresses(split),
             cluster=cluster,
@@ -137,6 +143,17 @@ def _password(file: Path | None, variable: str | None, environ: Mapping[str, str
     if not password:
         raise ConfigError(f"{file} holds no password", remedy="write the password into it, as one line")
     return password
+
+
+def _certificates(path: Path) -> bytes:
+    found = _read(path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=found.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError):
+        raise ConfigError(
+            f"{path} holds no certificate that can be read", remedy="give the authority's certificate as PEM"
+        ) from None
+    return found
 
 
 def _read(path: Path) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -11,15 +12,21 @@ from urllib.parse import urlsplit
 
 from tierkv.errors import ConfigError
 from tierkv.storage.shared.backend import Backend, BackendError, Buffer, Capacity
+from tierkv.storage.shared.diagnosis import read_text
 
 __all__ = ["ObjectBackend"]
 
 _CHECK_NAME = "tierkv-conditional-write"
 _LISTED_AT_ONCE = 1000
 _CONDITIONAL = "use a store that honours If-Match and If-None-Match of a PUT"
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_NO_CREDENTIALS = ("TokenRequest", "/latest/api/token")
+"""The client asks the machine that it runs on, where it was given none."""
+_NOWHERE = ("NoSuchBucket", "ContainerNotFound")
 _REMEDIES = {
     "down": "check the endpoint, and that it can be reached from here",
     "refused": "check the credentials, and that they may read, write, list and delete in this bucket",
+    "unknown": "give credentials as options, or in the environment as for the store's own tools",
     "failed": "look into the store's log",
 }
 
@@ -62,11 +69,10 @@ class ObjectBackend(Backend):
 
     async def open(self) -> None:
         self._obstore = obstore = _import_obstore()
-        endpoint = self._options.get("endpoint") or self._options.get("endpoint_url") or ""
         client_options: dict[str, Any] = {
             "timeout": timedelta(seconds=self._patience_s),
             "connect_timeout": timedelta(seconds=1),
-            "allow_http": endpoint.startswith("http://"),
+            "allow_http": any(value.startswith("http://") for value in self._options.values()),
         }
         if self._root_certificates is not None:
             client_options["root_certificate"] = self._root_certificates
@@ -113,6 +119,8 @@ class ObjectBackend(Backend):
     async def put(self, name: str, data: Buffer) -> None:
         try:
             await self._obstore.put_async(self._store, name, data, use_multipart=False)
+        except FileNotFoundError as error:
+            raise self._nowhere from error
         except self._errors as error:
             raise self._failure(error) from error
 
@@ -168,7 +176,11 @@ class ObjectBackend(Backend):
                 if bytes(await result.bytes_async()) != expected:
                     return False
             await self._obstore.put_async(self._store, name, data, mode=mode)
-        except (FileNotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError):
+        except FileNotFoundError as error:
+            if expected is None:
+                raise self._nowhere from error
+            return False
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
             return False
         except (exceptions.NotSupportedError, NotImplementedError):
             return None
@@ -198,19 +210,28 @@ class ObjectBackend(Backend):
         return f"{split.scheme}://{split.netloc.rpartition('@')[2]}"
 
     def _failure(self, error: Exception) -> BackendError:
-        exceptions = self._obstore.exceptions
+        exceptions, text = self._obstore.exceptions, str(error)
+        if any(sign in text for sign in _NOWHERE):
+            return self._nowhere
         said = _first_line(error)
-        if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError | PermissionError):
-            return BackendError(f"{self._shown} refuses: {said}", kind="refused", remedy=_REMEDIES["refused"])
-        if "NoSuchBucket" in str(error):
+        if any(sign in text for sign in _NO_CREDENTIALS):
             return BackendError(
-                f"{self._shown} does not exist", kind="refused", remedy="create the bucket, or name another"
+                f"{self._shown}: no credentials to be had: {said}", kind="refused", remedy=_REMEDIES["unknown"]
             )
-        if "QuotaExceeded" in str(error) or "507" in said or "No space" in str(error):
+        if (found := read_text(text)) is not None:
+            return BackendError(f"{self._shown}: {found.said}", kind="down", remedy=found.remedy)
+        refused = exceptions.PermissionDeniedError | exceptions.UnauthenticatedError | PermissionError
+        if isinstance(error, refused) or "ExpiredToken" in text:
+            return BackendError(f"{self._shown} refuses: {said}", kind="refused", remedy=_REMEDIES["refused"])
+        if "QuotaExceeded" in text or "507" in said or "No space" in text:
             return BackendError(f"{self._shown} is full: {said}", kind="full", remedy="make room in the store")
         if isinstance(error, exceptions.GenericError | OSError):
             return BackendError(f"{self._shown}: {said}", kind="down", remedy=_REMEDIES["down"])
         return BackendError(f"{self._shown}: {said}", kind="failed", remedy=_REMEDIES["failed"])
+
+    @property
+    def _nowhere(self) -> BackendError:
+        return BackendError(f"{self._shown} does not exist", kind="refused", remedy="create it, or name another")
 
     @property
     def _unconditional(self) -> str:
@@ -228,4 +249,8 @@ def _import_obstore() -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    """Return what an error says, with the store's own word for it instead of the beginning of its document."""
+    text = str(error).strip() or type(error).__name__
+    code = _CODE.search(text)
+    line = text.splitlines()[0].partition("<?xml")[0].rstrip(": ")[:300]
+    return line if code is None else f"{line}: {code[1]}"

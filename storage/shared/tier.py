@@ -72,12 +72,17 @@ class SharedTier(Tier):
             raise outcome
 
     def put_many(
-        self, items: Sequence[tuple[bytes, Buffer, BlockMeta]], done: Done[None] | None = None
+        self,
+        items: Sequence[tuple[bytes, Buffer, BlockMeta]],
+        done: Done[None] | None = None,
+        *,
+        missing: bool = False,
     ) -> list[TierKVError | None]:
         """Keep several blocks, one outcome each. Asks in one round trip which are there already. Blocks.
 
         Blocks are coded while others are under way. `done` is called with the index and the outcome of each as soon as
-        it is known, on the calling thread.
+        it is known, on the calling thread. `missing`: the caller has just asked for them, so this does not; a
+        block that another node has put meanwhile is put in its place.
         """
 
         def code(item: tuple[bytes, Buffer, BlockMeta]) -> tuple[BlockMeta, Sequence[Buffer]]:
@@ -92,7 +97,7 @@ class SharedTier(Tier):
             else None
             for length, (_, _, meta) in zip(lengths, items, strict=True)
         ]
-        return self._put(items, wrong, code, done)
+        return self._put(items, wrong, code, done, missing)
 
     def put_container(self, key: bytes, container: Buffer, meta: BlockMeta) -> None:
         """Keep a block that was coded before, by `tierkv.storage.container.pack`, as it is. Blocks; raises as `put`.
@@ -104,7 +109,11 @@ class SharedTier(Tier):
             raise outcome
 
     def put_containers(
-        self, items: Sequence[tuple[bytes, Buffer, BlockMeta]], done: Done[None] | None = None
+        self,
+        items: Sequence[tuple[bytes, Buffer, BlockMeta]],
+        done: Done[None] | None = None,
+        *,
+        missing: bool = False,
     ) -> list[TierKVError | None]:
         """As `put_many`, for blocks that were coded before."""
 
@@ -116,7 +125,7 @@ class SharedTier(Tier):
                 raise CorruptBlock("a container is not that of the block it was announced as", cause="header")
             return meta, [container]
 
-        return self._put(items, [None] * len(items), take, done)
+        return self._put(items, [None] * len(items), take, done, missing)
 
     def read_into(self, key: bytes, out: memoryview) -> BlockMeta:
         (outcome,) = self.read_many([(key, out)])
@@ -329,11 +338,12 @@ class SharedTier(Tier):
         wrong: Sequence[TierKVError | None],
         code: Callable[[tuple[bytes, Buffer, BlockMeta]], tuple[BlockMeta, Sequence[Buffer]]],
         done: Done[None] | None,
+        missing: bool,
     ) -> list[TierKVError | None]:
         if not items:
             return []
         document = self._area.settled()
-        there = self._held(document, [key for key, _, _ in items])
+        there = [False] * len(items) if missing else self._held(document, [key for key, _, _ in items])
         refused = [error or self._refusal(meta) for error, (_, _, meta) in zip(wrong, items, strict=True)]
         first: dict[bytes, int] = {}
         for index, (key, _, _) in enumerate(items):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tierkv.errors import ConfigError
+from tierkv.storage.shared import diagnosis
 from tierkv.storage.shared.backend import Backend, BackendError, Buffer, Capacity
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ class ValkeyBackend(Backend):
             cluster = await self._is_cluster() if self._cluster is None else self._cluster
             client = await self._connect(cluster, self._addresses)
         except glide.GlideError as error:
-            raise self._failure(error) from error
+            raise await self._explained(self._failure(error)) from error
         self._client = client
         self._scripts = {code: glide.Script(code) for code in (_SWAP, _CLAIM, _UNCLAIM)}
 
@@ -240,21 +242,28 @@ class ValkeyBackend(Backend):
         return client
 
     async def _is_cluster(self) -> bool:
-        """Ask the first of the servers that answers."""
-        glide = self._glide
-        for address in self._addresses:
-            try:
-                client = await self._connect(False, [address])
-            except glide.GlideError:
-                if address == self._addresses[-1]:
-                    raise
-                continue
-            try:
-                found = _parse_info(await client.info([glide.InfoSection.CLUSTER]))
-            finally:
-                await client.close()
-            return found.get("cluster_enabled") == "1"
-        raise AssertionError("there is an address")
+        """Ask all servers; the first answer counts, as one that is down takes all the time there is."""
+        asked = [asyncio.ensure_future(self._says_cluster(address)) for address in self._addresses]
+        try:
+            for number, answer in enumerate(asyncio.as_completed(asked), 1):
+                try:
+                    return await answer
+                except self._glide.GlideError:
+                    if number == len(asked):
+                        raise
+            raise AssertionError("there is an address")
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _says_cluster(self, address: tuple[str, int]) -> bool:
+        client = await self._connect(False, [address])
+        try:
+            found = _parse_info(await client.info([self._glide.InfoSection.CLUSTER]))
+        finally:
+            await client.close()
+        return found.get("cluster_enabled") == "1"
 
     @property
     def _connected(self) -> Any:
@@ -288,6 +297,16 @@ class ValkeyBackend(Backend):
             kind = "down"
         return BackendError(f"Valkey at {self._addresses[0][0]}:{self._addresses[0][1]}: {said}", kind=kind,
                             remedy=_REMEDIES[kind])  # fmt: skip
+
+    async def _explained(self, failure: BackendError) -> BackendError:
+        """Find out why there is no connection: the client tries until its time is up, and says that."""
+        if failure.kind != "down":
+            return failure
+        host, port = self._addresses[0]
+        found = await diagnosis.ask(host, port, tls=self._tls, root_certificates=self._root_certificates)
+        if found is None:
+            return failure
+        return BackendError(f"Valkey at {host}:{port}: {found.said}", kind="down", remedy=found.remedy)
 
 
 def _import_glide() -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import tierkv
+from tests.servers.process import mortal
 from tierkv.cache import Cache
 from tierkv.embedded import EmbeddedCache
 from tierkv.spec import KVSpec
@@ -51,7 +52,7 @@ def daemon(
     config = home / "config.yaml"  # JSON is YAML
     config.write_text(json.dumps({**_settings(request.module, home), "socket": str(home / "s"), "port": 0}))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tierkv.service", "serve", "-c", str(config)], stdout=subprocess.PIPE, text=True
+        mortal([sys.executable, "-m", "tierkv.service", "serve", "-c", str(config)]), stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     try:

@@ -20,6 +20,7 @@ _NONSENSE = {
     "namespace": 7,
     "blocks": [["x", None, -1, "warm"]],
     "tiers": 3,
+    "nodes": [{"node": 1}, 2],
     "ticket": [],
     "lease": {"a": 1},
     "segments": [{}],

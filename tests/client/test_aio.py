@@ -13,6 +13,7 @@ from tests.service.daemon import BLOCK_BYTES, PATIENCE_S, SPEC, Daemon, chain, p
 from tierkv import aio
 from tierkv.cache import Cache, Chain, ReadLease, Ticket, WriteLease
 from tierkv.config import parse_config
+from tierkv.connected import ConnectedCache
 from tierkv.core.build import build_engine
 from tierkv.embedded import EmbeddedCache
 from tierkv.errors import InvalidRequest, LeaseLost, NotFound, Unavailable
@@ -89,6 +90,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
     ("contract", "async_class"),
     [
         (Cache, aio.AsyncCache),
+        (ConnectedCache, aio.ConnectedAsyncCache),
         (ReadLease, aio.AsyncReadLease),
         (WriteLease, aio.AsyncWriteLease),
         (Ticket, aio.AsyncTicket),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv.core.payoff import TOLERANCE, Decision, Patience, decide
+from tierkv.core.payoff import TOLERANCE, Decision, Patience, decide, quiet_s
 
 TIGHT = 1e-9
 Costs = list[float | None]
@@ -323,3 +323,19 @@ def test_asking_more_often_never_waits_past_the_moment_given(gaps: list[float]) 
     assert all(a < b for a, b in pairwise(steps))
     assert [patience.reconsider(now, [None] * len(gaps)).until_s for now in steps] == pytest.approx([until] * 10)
     assert not patience.reconsider(until, [None] * len(gaps)).stay
+
+
+@pytest.mark.parametrize(
+    ("costs", "deviation_s", "quiet"),
+    [
+        ([None] * 4, 0.0, 2.0),
+        ([0.0, 0.001, None], 0.0, 2.0),  # from two tiers, one of them unknown
+        ([0.001] * 8, 0.0, 1.0),
+        ([0.0, 0.5, 0.0, 0.5], 0.0, 2.0),
+        ([0.5, 0.5], 1.0, 4.0),
+        ([3.0], 0.0, 6.0),  # a slow link is given its time
+        ([0.1] * 1000, 0.0, 3.2),  # but not that of a thousand blocks for one
+    ],
+)
+def test_how_long_a_silence_is_borne(costs: Costs, deviation_s: float, quiet: float) -> None:
+    assert quiet_s(costs, deviation_s) == pytest.approx(quiet)

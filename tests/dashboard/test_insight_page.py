@@ -53,6 +53,21 @@ def test_what_was_lost_is_what_insight_says(browser: Browser, told: Daemon) -> N
         assert asked == found["requests"]
 
 
+def test_a_window_can_be_chosen(browser: Browser, told: Daemon) -> None:
+    with opened(browser, told.tcp_url) as page:
+        page.wait_for_selector("#templates tbody tr")
+        page.select_option("#window", "3600")
+        page.wait_for_selector("#causes .quiet:has-text('Counted since')")
+        lost = page.locator("#causes tbody td:nth-child(2) data").evaluate_all(VALUES)
+        window = Raw(told.tcp_port).request("GET", "/v1/insight?window=3600")[1]
+        assert sum(lost) <= sum(window["lost_tokens"].values())
+        assert page.locator("#templates tbody tr").count() == len(insight(told)["templates"]) + bool(
+            insight(told)["rest"]["requests"]
+        )
+        page.select_option("#window", "")
+        page.wait_for_selector("#causes .quiet:has-text('Counted since')", state="detached")
+
+
 def test_estimates_are_drawn_and_written(browser: Browser, told: Daemon) -> None:
     with opened(browser, told.tcp_url) as page:
         page.wait_for_selector("#room polyline.curve", state="attached")

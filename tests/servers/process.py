@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -13,9 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["ServerProcess", "free_port", "program", "wait_until"]
+__all__ = ["ServerProcess", "free_port", "mortal", "program", "wait_until"]
 
 _PATIENCE_S = 60.0
+_PORTS = range(12_000, 22_000)
+"""Below those that the kernel gives to whoever connects: nobody takes one by chance before a server is at it."""
 
 
 def program(name: str) -> str | None:
@@ -24,17 +27,20 @@ def program(name: str) -> str | None:
     return str(beside) if beside.exists() else shutil.which(name)
 
 
-def free_port() -> int:
+def mortal(command: Sequence[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
+    """The command, to be run so that what it starts gets a signal when this process is gone, however it ended."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", number.name.removeprefix("SIG"), *command] if setpriv else list(command)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
     """Return a port that is free now, and the port 10,000 above it too: servers take that for their own talk."""
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            if port > 55_000:
-                continue
-            with contextlib.suppress(OSError):
-                second.bind(("127.0.0.1", port + 10_000))
-                return port
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind((host, port))
+            second.bind((host, port + 10_000))
+            return port
 
 
 def wait_until(ready: Callable[[], bool], what: str, patience_s: float = _PATIENCE_S) -> None:
@@ -58,7 +64,11 @@ class ServerProcess:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.command, cwd=self.directory, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                mortal(self.command, signal.SIGKILL),  # also if it is frozen, and it keeps nothing
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     @property

@@ -6,6 +6,7 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.servers.certificates import Certificate
 from tests.servers.process import ServerProcess, free_port, program, wait_until
 
 __all__ = ["MISSING_REDIS", "RedisCluster", "RedisServer"]
@@ -19,19 +20,31 @@ _SLOTS = 16_384
 
 
 class RedisServer:
-    """One server that keeps nothing on disk. `options` are arguments such as ``--maxmemory 8mb``."""
+    """One server that keeps nothing on disk. `options` are arguments such as ``--maxmemory 8mb``.
 
-    def __init__(self, directory: Path, *options: str, port: int | None = None, host: str = "127.0.0.1") -> None:
+    With a certificate it speaks TLS, and nothing else.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        certificate: Certificate | None = None,
+    ) -> None:
         self.host = host
         self.port = port or free_port()
-        command = [program("redis-server") or "redis-server", "--port", str(self.port), "--bind", self.host]
+        self._certificate = certificate
+        command = [program("redis-server") or "redis-server", "--bind", self.host]
+        command += ["--port", str(self.port)] if certificate is None else _tls(certificate, self.port)
         command += ["--save", "", "--appendonly", "no", "--dir", str(directory), *options]
         self._process = ServerProcess(command, directory, log=f"redis-{self.port}.log")
         self.start()
 
     @property
     def url(self) -> str:
-        return f"valkey://{self.host}:{self.port}"
+        return f"valkey{'' if self._certificate is None else 's'}://{self.host}:{self.port}"
 
     def start(self) -> None:
         self._process.start()
@@ -61,23 +74,41 @@ class RedisServer:
 
     def _ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         client = program("redis-cli") or "redis-cli"
-        command = [client, "-h", self.host, "-p", str(self.port), *words]
+        command = [client, "-h", self.host, "-p", str(self.port)]
+        if self._certificate is not None:
+            command += ["--tls", "--insecure", "--cert", str(self._certificate.certificate)]
+            command += ["--key", str(self._certificate.key)]
+        command += words
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
 
 
 _NO_AUTH = "NOAUTH Authentication required."
 
 
+def _tls(certificate: Certificate, port: int) -> list[str]:
+    options = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
+    options += ["--tls-cert-file", str(certificate.certificate), "--tls-key-file", str(certificate.key)]
+    return [*options, "--tls-ca-cert-file", str(certificate.authority)]
+
+
 class RedisCluster:
     """A cluster of primaries that share the slots, without replicas."""
 
-    def __init__(self, directory: Path, nodes: int = 3, *options: str, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        nodes: int = 3,
+        *options: str,
+        host: str = "127.0.0.1",
+        certificate: Certificate | None = None,
+    ) -> None:
         self.nodes: list[RedisServer] = []
         try:
             for _ in range(nodes):
                 port = free_port()
-                own = ("--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{port}.conf", *options)
-                self.nodes.append(RedisServer(directory, *own, port=port, host=host))
+                own = ["--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{port}.conf", *options]
+                own += ["--tls-cluster", "yes"] if certificate is not None else []
+                self.nodes.append(RedisServer(directory, *own, port=port, host=host, certificate=certificate))
             self._join()
         except BaseException:
             self.stop()
@@ -85,7 +116,8 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
-        return "valkey://" + ",".join(f"{node.host}:{node.port}" for node in self.nodes)
+        scheme = self.nodes[0].url.partition("://")[0]
+        return f"{scheme}://" + ",".join(f"{node.host}:{node.port}" for node in self.nodes)
 
     def tell(self, *words: str) -> list[str]:
         """Run a command on every node."""

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tests.servers.certificates import Certificate
 from tests.servers.process import ServerProcess, free_port, program, wait_until
 
 __all__ = ["MISSING_SEAWEED", "SeaweedServer"]
@@ -21,10 +22,11 @@ _ACCESS_KEY, _SECRET_KEY = "tierkv-tests", "not-a-secret"
 
 
 class SeaweedServer:
-    """Master, volume server, filer and S3 gateway in one process."""
+    """Master, volume server, filer and S3 gateway in one process. With a certificate the gateway speaks TLS, too."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, certificate: Certificate | None = None) -> None:
         self.port = free_port()
+        self._tls_port = 0 if certificate is None else free_port()
         ports = {name: free_port() for name in ("master", "volume", "filer")}
         identity = {
             "name": "tests",
@@ -37,6 +39,9 @@ class SeaweedServer:
         command += [f"-{name}.port={port}" for name, port in ports.items()]
         command += [f"-s3.port.grpc={self.port + 10_000}", "-master.volumeSizeLimitMB=64", "-volume.max=0"]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
+        if certificate is not None:
+            command += [f"-s3.cert.file={certificate.certificate}", f"-s3.key.file={certificate.key}"]
+            command += [f"-s3.port.https={self._tls_port}"]
         self._process = ServerProcess(command, directory, log="weed.log")
         self._process.start()
         wait_until(self._answers, "SeaweedFS")
@@ -50,6 +55,11 @@ class SeaweedServer:
             "secret_access_key": _SECRET_KEY,
             "region": "us-east-1",
         }
+
+    @property
+    def tls_options(self) -> dict[str, str]:
+        """As `options`, for the port that speaks TLS."""
+        return {**self.options, "endpoint": f"https://127.0.0.1:{self._tls_port}"}
 
     @property
     def running(self) -> bool:

@@ -47,6 +47,26 @@ def test_what_a_daemon_has_seen(daemon: Daemon, raw: Raw) -> None:
     eventually(lambda: raw.request("GET", "/v1/stats")[1]["insight"]["requests"] >= 10)
 
 
+def test_a_window_counts_what_was_asked_lately(daemon: Daemon, raw: Raw) -> None:
+    with daemon.connect("lately") as cache:
+        work(cache, beginning_alike(6, seed=3))
+        found = cache.insight(3600.0)
+    assert found["window_s"] == 3600.0
+    assert found["tenants"]["lately"]["requests"] == 6
+    assert found["templates"] == []
+    whole = raw.request("GET", "/v1/insight")[1]
+    assert whole["window_s"] is None
+    assert found["since"] >= whole["since"]
+
+
+@pytest.mark.parametrize("window", ["0", "86401", "1h", "-1", "nan", ""])
+def test_a_window_that_is_none_is_refused(raw: Raw, window: str) -> None:
+    status, problem, _ = raw.request("GET", f"/v1/insight?window={window}")
+    assert (status, problem["type"]) == (400, "urn:tierkv:problem:invalid-request")
+    assert "window" in problem["detail"]
+    assert "seconds" in problem["remedy"]
+
+
 def test_it_speaks_msgpack_too(raw: Raw) -> None:
     status, answer, _ = raw.request("GET", "/v1/insight", headers={"Accept": "application/msgpack"})
     assert status == 200
@@ -179,7 +199,13 @@ def test_on_the_command_line(daemon: Daemon, capfd: pytest.CaptureFixture[str]) 
     with command(capfd, TIERKV_URL=daemon.url) as run:
         found = json.loads(run("insight", "--json")[1])
         code, out, _ = run("insight")
+        lately = run("insight", "--last", "1h")
+        refused = [run("insight", "--last", text) for text in ("soon", "2d", "0s")]
     assert code == 0
+    assert lately[0] == 0
+    assert "nobody had asked for them before" in lately[1]
+    assert "without --last" in lately[1]
+    assert [(code, "at most 24h" in error) for code, _, error in refused] == [(2, True)] * 3
     assert found["tenants"]["cli"]["requests"] == 5
     named = next(template["id"] for template in found["templates"] if template["tenant"] == "cli")
     words = ("nobody had asked for them before", named, "0 to 96", "warm", "4 times", "as it is")

@@ -1,11 +1,9 @@
-"""A circuit breaker: after a few failures in a row nobody asks the daemon any more, but for a probe now and then.
+"""A client's circuit breaker: after a few failures in a row the daemon is not asked, but for a probe now and then.
 
-    closed      every request is made
-    open        no request is made: each fails at once
-    half-open   one thread probes; all others fail at once
-
-A probe that succeeds closes the breaker, but the next failure opens it again, for twice as long: the time between
-probes starts over only when a request has succeeded.
+When it opens and closes is `tierkv.storage.breaker`'s; here are the threads and forks of a client, and what it counts.
+Before the first request after a failure one thread probes, as that costs less than a request which is not answered. A
+probe that succeeds closes the breaker, but the next failure opens it again, for twice as long: the time between probes
+starts over only when a request has succeeded.
 """
 
 from __future__ import annotations
@@ -18,19 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Lock
-from typing import Literal
 
 from tierkv.errors import TierKVError, Unavailable
+from tierkv.storage import breaker
+from tierkv.storage.breaker import BreakerState
 
-__all__ = ["Breaker", "BreakerState", "Health"]
+__all__ = ["Breaker", "Health"]
 
 log = logging.getLogger(__name__)
-
-BreakerState = Literal["closed", "open", "half-open"]
-
-_FAILURES_TO_OPEN = 3
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +79,19 @@ class Breaker:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = Lock()
-        self._state: BreakerState = "closed"
-        self._in_a_row = 0
-        self._pause_s = _FIRST_PAUSE_S
-        self._probe_at = 0.0
+        self._switch = breaker.Breaker(clock=self._clock, jitter=self._jitter)
         self._since = 0.0
         self._failures = 0
         self._short_cut = 0
         self._misses = 0
-        self._opened = 0
         self._open_s = 0.0
         self._last_error = ""
 
     def must_probe(self) -> bool:
         """Say whether the caller is the one to probe before it asks. Raises `Unavailable` when nobody may ask."""
         with self._locked():
-            if self._state == "closed":
-                return False
-            if self._state == "open" and self._clock() >= self._probe_at:
-                self._state = "half-open"
-                return True
+            if not self._switch.refuses:
+                return self._switch.begin()
             self._short_cut += 1
         raise Unavailable(f"{self._name} failed before and is not asked for a while", remedy="see health()")
 
@@ -118,11 +104,10 @@ class Breaker:
             with self._locked():
                 self._failures += 1
                 self._last_error = _in_words(error)
-                self._open()
+                self._switch.failed(True)
             raise
         with self._locked():
-            self._state = "closed"
-            self._in_a_row = _FAILURES_TO_OPEN - 1
+            self._switch.seems_well()
             self._open_s += self._clock() - self._since
         log.warning("%s answers again", self._name)
 
@@ -147,13 +132,13 @@ class Breaker:
 
     def health(self) -> Health:
         with self._locked():
-            since = 0.0 if self._state == "closed" else self._clock() - self._since
+            since = 0.0 if self._switch.state == "closed" else self._clock() - self._since
             return Health(
-                self._state,
+                self._switch.state,
                 self._failures,
                 self._short_cut,
                 self._misses,
-                self._opened,
+                self._switch.opened,
                 self._open_s + since,
                 self._last_error,
             )
@@ -167,28 +152,17 @@ class Breaker:
 
     def _succeeded(self) -> None:
         with self._locked():
-            if self._state == "closed":
-                self._in_a_row = 0
-                self._pause_s = _FIRST_PAUSE_S
+            if self._switch.state == "closed":  # else asked before it opened
+                self._switch.succeeded()
 
     def _failed(self, error: Exception) -> None:
         with self._locked():
             self._failures += 1
             self._last_error = _in_words(error)
-            if self._state != "closed":  # asked before it opened
+            if not self._switch.failed(False):
                 return
-            self._in_a_row += 1
-            if self._in_a_row < _FAILURES_TO_OPEN:
-                return
-            self._opened += 1
             self._since = self._clock()
-            self._open()
         log.warning("not asking for a while: %s", error)
-
-    def _open(self) -> None:
-        self._state = "open"
-        self._probe_at = self._clock() + self._pause_s * (0.5 + 0.5 * self._jitter())
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
 def _is_answer(error: Exception) -> bool:

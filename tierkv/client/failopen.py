@@ -2,12 +2,12 @@
 
     cache = tierkv.connect("unix:///run/tierkv.sock", fail_open=True, extra_s=0.05)
 
-Every failure is a miss: `lookup` finds nothing, `acquire` pins nothing, `reserve` grants nothing, `commit` accepts
-nothing, `read_into` returns False, a ticket is done, counts are 0, `stats` is empty. No call takes longer than the time
-it was asked to wait and `extra_s`, whether the daemon is stopped, dead, stuck or something else altogether; `flush` and
-`clear`, which are not an engine's calls, take `timeout_s` more. Out of reach is only the look-up of a host's name: give
-an address, or a name in /etc/hosts. After three failures in a row the daemon is not asked any more, see
-`tierkv.client.breaker`; warm blocks that are mapped are read all the same.
+Every failure is a miss: `lookup` finds nothing, `where` nobody, `acquire` pins nothing, `reserve` grants nothing,
+`commit` accepts nothing, `read_into` returns False, a ticket is done, counts are 0, `stats` is empty. No call takes
+longer than the time it was asked to wait and `extra_s`, whether the daemon is stopped, dead, stuck or something else
+altogether; `flush` and `clear`, which are not an engine's calls, take `timeout_s` more. Out of reach is only the
+look-up of a host's name: give an address, or a name in /etc/hosts. After three failures in a row the daemon is not
+asked any more, see `tierkv.client.breaker`; warm blocks that are mapped are read all the same.
 
 Still raised: `InvalidRequest` for arguments that are wrong whatever the daemon does (a negative time, an index outside
 the chain or the lease). A lease that has ended by its `ttl_s` raises `LeaseLost` from `view` and `read_into`: wrong
@@ -21,11 +21,12 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
-from tierkv.cache import Cache, Chain, Grant, Hit, Pinned, ReadLease, Ticket, WriteLease
+from tierkv.cache import Chain, Grant, Hit, Pinned, ReadLease, Ticket, WriteLease
 from tierkv.client.breaker import Health
 from tierkv.client.fallback import SafeReadLease, SafeTicket, SafeWriteLease
 from tierkv.client.guard import Calls, GuardedTransport, check_seconds
 from tierkv.client.remote import RemoteCache
+from tierkv.connected import ConnectedCache, Where
 from tierkv.errors import InvalidRequest
 from tierkv.spec import KVSpec
 
@@ -34,7 +35,7 @@ __all__ = ["FailOpenCache"]
 _PROBE_SHARE = 0.5  # of extra_s: what is left is for the request itself
 
 
-class FailOpenCache(Cache):
+class FailOpenCache(ConnectedCache):
     """One tenant's view of a daemon's cache, or of nothing while there is no daemon.
 
     Parameters
@@ -98,6 +99,12 @@ class FailOpenCache(Cache):
         check_seconds("wait_s", wait_s)
         deadline = self._calls.deadline(wait_s)
         return self._calls.make_until(deadline, lambda: self._cache.lookup(chain, wait_s=wait_s), Hit(0, 0, ()))
+
+    def where(self, chain: Chain, *, wait_s: float = 0.05) -> Where:
+        check_seconds("wait_s", wait_s)
+        deadline = self._calls.deadline(wait_s)
+        nobody = Where(len(chain), ())
+        return self._calls.make_until(deadline, lambda: self._cache.where(chain, wait_s=wait_s), nobody)
 
     def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> Ticket:
         check_seconds("deadline_s", deadline_s)

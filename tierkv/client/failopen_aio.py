@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from tierkv.aio import AsyncCache
+from tierkv.aio import ConnectedAsyncCache
 from tierkv.client.breaker import Health
 from tierkv.client.failopen import FailOpenCache
 from tierkv.pools import PromptPools
@@ -15,7 +15,7 @@ __all__ = ["FailOpenAsyncCache"]
 _THREAD_SHARE = 0.2  # of extra_s: the longest wait for a thread; the rest is for the call on it
 
 
-class FailOpenAsyncCache(AsyncCache):
+class FailOpenAsyncCache(ConnectedAsyncCache):
     """As `AsyncCache`; never raises for reasons of the cache, and no call takes longer than its bound.
 
     Parameters

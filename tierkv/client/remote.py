@@ -12,14 +12,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-from tierkv.cache import Cache, Chain, Hit, Pinned, Ticket, TicketProgress
+from tierkv.cache import Chain, Hit, Pinned, Ticket, TicketProgress
 from tierkv.client.planes import Attachment, BodyPlane, SharedPlane
 from tierkv.client.transport import Answer, Transport
+from tierkv.connected import ConnectedCache, Where
 from tierkv.direct import UseLog
 from tierkv.errors import InvalidRequest, NotFound, TierKVError, Unavailable
 from tierkv.handles import LeasedComputer, LeasedReader, LeasedWriter, LeaseHandle, Plane, read_leased, take_over
 from tierkv.spec import KVSpec
-from tierkv.wire import unpack_choice, unpack_grants, unpack_hit, unpack_progress, unpack_refs
+from tierkv.wire import unpack_choice, unpack_grants, unpack_hit, unpack_progress, unpack_refs, unpack_where
 
 if TYPE_CHECKING:
     from tierkv.insight.audit.result import AuditResult
@@ -47,7 +48,7 @@ def connect(
     return cache
 
 
-class RemoteCache(Cache):
+class RemoteCache(ConnectedCache):
     """One tenant's view of a daemon's cache. Reconnects, registers and maps again by itself when the daemon restarts.
 
     Parameters
@@ -83,6 +84,9 @@ class RemoteCache(Cache):
 
     def lookup(self, chain: Chain, *, wait_s: float = 0.0) -> Hit:
         return unpack_hit(self._on_chain(chain, "lookup", {"wait_s": wait_s} if wait_s else {}))
+
+    def where(self, chain: Chain, *, wait_s: float = 0.05) -> Where:
+        return unpack_where(self._on_chain(chain, "where", {"wait_s": wait_s}, extra_s=wait_s))
 
     def prefetch(self, chain: Chain, *, deadline_s: float = 60.0) -> Ticket:
         return _RemoteTicket(
@@ -214,9 +218,10 @@ class RemoteCache(Cache):
     def stats(self) -> dict[str, Any]:
         return dict(self._transport.call("GET", "/v1/stats"))
 
-    def insight(self) -> dict[str, Any]:
-        """Why prompts were not cached, as documented in docs/insight.md."""
-        return dict(self._transport.call("GET", "/v1/insight"))
+    def insight(self, window_s: float | None = None) -> dict[str, Any]:
+        """Why prompts were not cached, as documented in docs/insight.md: since the start, or in the last `window_s`."""
+        path = "/v1/insight" if window_s is None else f"/v1/insight?window={math.ceil(window_s)}"
+        return dict(self._transport.call("GET", path))
 
     def tell_audits(self, results: Sequence[AuditResult]) -> None:
         """Tell the daemon what audits found, at most 64 at once. Raises `InvalidRequest` for more."""

@@ -23,7 +23,7 @@ from tierkv.core.load import Load
 from tierkv.core.loads import Loader
 from tierkv.core.observing import SeenRequest
 from tierkv.core.others import ComputeGrant, Others
-from tierkv.core.payoff import TOLERANCE, Patience, decide
+from tierkv.core.payoff import TOLERANCE, Patience, decide, quiet_s
 from tierkv.core.state import State
 from tierkv.core.steps import Pause
 from tierkv.core.tenants import Tenant
@@ -111,9 +111,10 @@ class Acquisition:
         self._failure = ""
         self._paused = False
         self._patience: Patience | None = None
-        self._until = float("inf")
+        self._until = 0.0
+        self._loading_since = self._asked
         self._deviation_s = 0.0
-        self._probe: Future[None] | None = None
+        self._probe: Future[bool] | None = None
         self._others = Others(
             state,
             computing,
@@ -175,7 +176,8 @@ class Acquisition:
         self._paused = True
         if self._probe is not None:
             assert self._state.sharing is not None
-            self._state.sharing.counts.probes["answered" if self._probe.done() else "late"] += 1
+            in_time = self._probe.done() and self._probe.result()
+            self._state.sharing.counts.probes["answered" if in_time else "late"] += 1
             self._probe = None
             self._start_loads()
         self._others.leave()
@@ -251,9 +253,12 @@ class Acquisition:
             return pause
 
     def _worth_waiting(self, now: float) -> bool:
-        """Ask patience, if there is a prefill rate to compare with."""
-        if self._patience is None or now < self._until:
+        """Ask patience; without a prefill rate to compare with, whether anything comes at all."""
+        if now < self._until:
             return True
+        if self._patience is None:
+            self._until = self._silent_until()
+            return now < self._until
         costs = self._costs(self._target)
         verdict = self._patience.reconsider(now - self._asked, costs, self._deviation_s)
         if not verdict.stay:
@@ -264,6 +269,14 @@ class Acquisition:
             self._unwant(keep=set(self._chain.needed(self._target)))
         self._until = self._asked + verdict.until_s
         return True
+
+    def _silent_until(self) -> float:
+        """Until when a shared tier may go on to bring nothing. A disk that hangs is no moment's trouble."""
+        afar = self._state.placement.shared_level
+        if not any(w.level == afar and w.load is not None and not w.load.future.done() for w in self._wanted.values()):
+            return float("inf")
+        heard = max(self._loading_since, self._state.delivery_rates.latest(afar))
+        return heard + quiet_s(self._costs(self._target), self._deviation_s)
 
     def _foremost_failed(self) -> Block | None:
         """Return the first block whose load has failed."""
@@ -448,6 +461,9 @@ class Acquisition:
     def _want(self, needed: Sequence[Block], *, load: bool) -> None:
         """Pin published blocks and start loading those that are not in memory."""
         warm = len(self._state.placement.memory) - 1
+        self._loading_since = time.monotonic()
+        if self._patience is None:
+            self._until = 0.0
         for block in needed:
             if block in self._wanted:
                 continue

@@ -279,6 +279,11 @@ def read_secret(path: Path) -> bytes:
     """Read a server secret. Raises `StorageError`, or `ConfigError` for one of another length or open to others."""
     try:
         secret, mode = path.read_bytes(), path.stat().st_mode
+    except FileNotFoundError:
+        raise StorageError(
+            f"there is no secret at {path}",
+            remedy="copy that of the other nodes there, mode 0600, or make the first: head -c 32 /dev/urandom > secret",
+        ) from None
     except OSError as error:
         raise StorageError(f"cannot use {path}: {error.strerror}", remedy="choose another state_dir") from None
     if len(secret) != _SECRET_BYTES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from dataclasses import dataclass
 from tierkv.cache import Pinned
 from tierkv.core.chain import ChainView
 from tierkv.core.leases import LeaseTable, PinRecord
-from tierkv.core.pinning import PinnedBytes
+from tierkv.core.pinning import PinnedBytes, SavedPin
 from tierkv.core.prefetching import Prefetcher
 from tierkv.core.sessions import Session
 from tierkv.core.state import State
 from tierkv.core.tenants import Tenant
-from tierkv.errors import LimitExceeded
+from tierkv.errors import LimitExceeded, NotFound
 
 __all__ = ["Hints"]
 
@@ -56,7 +57,8 @@ class Hints:
     def pin(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes], ttl_s: float) -> Pinned:
         """See `tierkv.cache.Cache.pin`."""
         with self._state.lock:
-            pinned = self._pin(_name(tenant, namespace, hashes), tenant, namespace, hashes, ttl_s)
+            name = _name(tenant, namespace, hashes)
+            pinned = self._pin(name, tenant, namespace, hashes, ttl_s, chain=(namespace, hashes))
         self._prefetcher.start(tenant, namespace, hashes[: pinned.blocks], ttl_s)
         return pinned
 
@@ -86,15 +88,55 @@ class Hints:
             prefixes = [self._prefix(tenant, namespace, hashes[:end]) for end in wanted]
             self._check(tenant, {key: size for prefix in prefixes for key, size in prefix.sizes.items()}, None)
             for (end, ttl_s), prefix in zip(wanted.items(), prefixes, strict=True):
-                name = ("breakpoint", *_name(tenant, namespace, hashes[:end]))
-                before = self._pins.get(name)
+                before = self._pins.get(_breakpoint_name(tenant, namespace, hashes[:end]))
                 if before is not None and before.deadline > time.monotonic():
                     ttl_s = max(ttl_s, before.ttl_s)
-                mark = (namespace, hashes[end - 1]) if end else None
-                placed[end] = self._hold(name, tenant, prefix, ttl_s, mark), ttl_s
+                placed[end] = self._mark(tenant, namespace, hashes[:end], prefix, ttl_s), ttl_s
         longest = max(pinned.blocks for pinned, _ in placed.values())
         self._prefetcher.start(tenant, namespace, hashes[:longest], max(wanted.values()))
         return [placed[min(blocks, len(hashes))] for blocks, _ in points]
+
+    def saved(self) -> list[SavedPin]:
+        """Return the pins and breakpoints as they are now, the oldest first; not what holds sessions."""
+        with self._state.lock:
+            ahead = time.time() - time.monotonic()
+            found = []
+            for record in self._pins.values():
+                tenant = self._state.tenants.of(record.tenant)
+                if record.chain is not None and tenant is not None:
+                    namespace, hashes = record.chain
+                    ttl_s = record.ttl_s if record.mark is not None else 0.0
+                    until = float(round(record.deadline + ahead))  # the same every time that it is asked
+                    found.append(SavedPin(tenant.name, namespace, tuple(hashes), until, ttl_s))
+            return found
+
+    def restore(self, pins: Sequence[SavedPin]) -> int:
+        """Place saved pins and breakpoints again, for the rest of their time, and load what they hold.
+
+        Returns how many hold something: not those whose time is over, whose blocks are gone, that there is no room to
+        pin for, or whose namespace is not registered. Does not wait.
+        """
+        restored = 0
+        for pin in pins:
+            left_s = min(pin.until - time.time(), pin.ttl_s or math.inf)  # clocks are set back
+            if left_s <= 0:
+                continue
+            try:
+                with self._state.lock:
+                    tenant = self._state.tenants.named(pin.tenant)
+                    prefix = self._prefix(tenant, pin.namespace, pin.hashes)
+                    self._check(tenant, prefix.sizes, None)
+                    if pin.ttl_s:
+                        held = self._mark(tenant, pin.namespace, pin.hashes, prefix, pin.ttl_s, left_s)
+                    else:
+                        name = _name(tenant, pin.namespace, pin.hashes)
+                        held = self._hold(name, tenant, prefix, left_s, chain=(pin.namespace, pin.hashes))
+            except (LimitExceeded, NotFound):
+                continue
+            if held.blocks:
+                restored += 1
+                self._prefetcher.start(tenant, pin.namespace, pin.hashes[: held.blocks], left_s)
+        return restored
 
     def unpin(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes]) -> int:
         """See `tierkv.cache.Cache.unpin`."""
@@ -173,10 +215,32 @@ class Hints:
             self._state.placement.unpin(entry)
         self._state.room.signal()
 
-    def _pin(self, name: object, tenant: Tenant, namespace: str, hashes: Sequence[bytes], ttl_s: float) -> Pinned:
+    def _pin(
+        self,
+        name: object,
+        tenant: Tenant,
+        namespace: str,
+        hashes: Sequence[bytes],
+        ttl_s: float,
+        chain: tuple[str, Sequence[bytes]] | None = None,
+    ) -> Pinned:
         prefix = self._prefix(tenant, namespace, hashes)
         self._check(tenant, prefix.sizes, self._pins.get(name))
-        return self._hold(name, tenant, prefix, ttl_s)
+        return self._hold(name, tenant, prefix, ttl_s, chain=chain)
+
+    def _mark(
+        self,
+        tenant: Tenant,
+        namespace: str,
+        hashes: Sequence[bytes],
+        prefix: _Prefix,
+        ttl_s: float,
+        left_s: float | None = None,
+    ) -> Pinned:
+        """Place a breakpoint that hits renew for `ttl_s`, and that ends in `left_s` if none comes."""
+        mark = (namespace, hashes[-1]) if hashes else None
+        name = _breakpoint_name(tenant, namespace, hashes)
+        return self._hold(name, tenant, prefix, ttl_s, left_s, mark=mark, chain=(namespace, hashes))
 
     def _prefix(self, tenant: Tenant, namespace: str, hashes: Sequence[bytes]) -> _Prefix:
         """Return what a pin of a chain would hold."""
@@ -196,9 +260,20 @@ class Hints:
             )
 
     def _hold(
-        self, name: object, tenant: Tenant, prefix: _Prefix, ttl_s: float, mark: tuple[str, bytes] | None = None
+        self,
+        name: object,
+        tenant: Tenant,
+        prefix: _Prefix,
+        ttl_s: float,
+        left_s: float | None = None,
+        *,
+        mark: tuple[str, bytes] | None = None,
+        chain: tuple[str, Sequence[bytes]] | None = None,
     ) -> Pinned:
-        """Pin blocks, instead of those that the pin of this name holds. `mark`: see `PinRecord`."""
+        """Pin blocks, instead of those that the pin of this name holds, for `left_s` or else `ttl_s`.
+
+        `mark` and `chain`: see `PinRecord`.
+        """
         state = self._state
         self._unpin(name)
         entries = [entry for entry in map(state.index.wake, prefix.sizes) if entry is not None]
@@ -207,8 +282,8 @@ class Hints:
         if not entries:
             return Pinned(0, 0)
         nbytes = sum(prefix.sizes.values())
-        deadline = time.monotonic() + ttl_s
-        record = PinRecord(LeaseTable.new_id(), tenant.id, deadline, entries, nbytes, name, ttl_s, mark)
+        deadline = time.monotonic() + (ttl_s if left_s is None else left_s)
+        record = PinRecord(LeaseTable.new_id(), tenant.id, deadline, entries, nbytes, name, ttl_s, mark, chain)
         self._pinned.hold(tenant.id, entries)
         state.breakpoints.add(record)
         self._pins[name] = record
@@ -222,6 +297,10 @@ class Hints:
         self._state.leases.remove(record)
         self.ended(record)
         return len(record.entries)
+
+
+def _breakpoint_name(tenant: Tenant, namespace: str, hashes: Sequence[bytes]) -> tuple[object, ...]:
+    return "breakpoint", *_name(tenant, namespace, hashes)
 
 
 def _name(tenant: Tenant, namespace: str, hashes: Sequence[bytes]) -> tuple[object, ...]:

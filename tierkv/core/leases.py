@@ -49,6 +49,8 @@ class PinRecord:
     ttl_s, mark
         Of a breakpoint: seconds that each hit renews it for, and the namespace and chain hash of the block whose hit
         does; None for a pin that nothing renews.
+    chain
+        What was asked to be pinned, namespace and chain hashes; None where that is somebody's session.
     """
 
     kind: ClassVar[LeaseKind] = "pin"
@@ -60,6 +62,7 @@ class PinRecord:
     name: object
     ttl_s: float = 0.0
     mark: tuple[str, bytes] | None = None
+    chain: tuple[str, Sequence[bytes]] | None = None
 
 
 @dataclass(slots=True, eq=False)

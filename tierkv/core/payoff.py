@@ -27,6 +27,12 @@ and `due` is never more than the awaited blocks can save. When blocks arrive as 
 that stall and then turn out fast) no rule that keeps the first promise can match the best choice in hindsight; this is
 the ski rental problem, with estimates as advice (Purohit, Svitkina and Kumar, Improving Online Algorithms via ML
 Predictions, 2018).
+
+Without a prefill rate
+----------------------
+there is nothing to compare with, and a request loads everything. It does not wait for a tier that has fallen silent,
+though: after `quiet_s` without any delivery by the tier it leaves. Loads that have begun go on without it. If the tier
+was only slow they arrive, its speed is known from then on, and the next request waits as long as that takes.
 """
 
 from __future__ import annotations
@@ -36,10 +42,16 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-__all__ = ["TOLERANCE", "Decision", "Patience", "Reason", "Verdict", "decide"]
+__all__ = ["TOLERANCE", "Decision", "Patience", "Reason", "Verdict", "decide", "quiet_s"]
 
 TOLERANCE = 0.1
 """Part of the best possible time that waiting for loads may waste."""
+
+_QUIET_S = 2.0
+"""Longest silence of a tier of unknown speed: eight blocks of 2 MiB at once come within it at 8.4 MB/s."""
+_LEAST_QUIET_S = 1.0
+_SEEN_AHEAD = 16
+"""Blocks that may be under way at once, so that none comes for as long as they take together."""
 
 Reason = Literal["miss", "in_memory", "unknown_prefill", "unknown_rate", "load", "partly", "recompute"]
 
@@ -189,6 +201,21 @@ class Patience:
             peak_s = max(peak_s, level_s)
             level_s -= self.block_s
         return min(peak_s + 2.0 * deviation_s, len(awaited) * self.block_s) if peak_s else 0.0
+
+
+def quiet_s(costs: Sequence[float | None], deviation_s: float) -> float:
+    """Return for how many seconds a tier may deliver nothing until a request without a prefill rate leaves.
+
+    Twice what its next blocks should take together, and at least one second; 2 seconds while its speed is unknown.
+    Parameters as for `Patience.reconsider`.
+    """
+    awaited = [cost for cost in costs if cost is None or cost > 0.0][:_SEEN_AHEAD]
+    expected_s = 0.0
+    for cost in awaited:
+        if cost is None:
+            return _QUIET_S
+        expected_s += cost
+    return max(_LEAST_QUIET_S, 2.0 * expected_s + 2.0 * deviation_s)
 
 
 def _ready(costs: Sequence[float | None]) -> int:

@@ -1,14 +1,41 @@
-"""What pins hold, and breakpoints: pins that every hit of their prefix renews. All under the engine's lock."""
+"""What pins hold, breakpoints (pins that every hit of their prefix renews), and what of both outlives a restart.
+
+All under the engine's lock.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tierkv.core.index import Entry
 from tierkv.core.leases import LeaseTable, PinRecord
 
-__all__ = ["Breakpoints", "PinnedBytes"]
+__all__ = ["Breakpoints", "PinnedBytes", "SavedPin"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPin:
+    """A pin or breakpoint, as it is placed again after a restart.
+
+    Attributes
+    ----------
+    tenant, namespace
+        Names of whose it is.
+    hashes
+        Chain hashes of the prefix, from the first block.
+    until
+        When it ends, in seconds since the epoch.
+    ttl_s
+        Of a breakpoint: seconds that a hit renews it for; 0 for a pin that nothing renews.
+    """
+
+    tenant: str
+    namespace: str
+    hashes: tuple[bytes, ...]
+    until: float
+    ttl_s: float
 
 
 class PinnedBytes:

@@ -64,7 +64,7 @@ class Prefetcher:
         """
         state = self._state
         now = time.monotonic()
-        probe: Future[None] | None = None
+        probe: Future[bool] | None = None
         with state.lock:
             self.expire(now)
             if len(self._tickets) >= MOST_TICKETS:

@@ -125,6 +125,10 @@ class DeliveryRates:
             self._deliveries[kind] = found
         found.add(max(0.0, ended - max(started, previous)), nbytes, ended)
 
+    def latest(self, level: int) -> float:
+        """Return when a tier has delivered last, in monotonic seconds; 0 for never."""
+        return self._ended.get(level, 0.0)
+
     def estimate(self, level: int, nbytes: int, now: float) -> Estimate | None:
         """Return what is known of blocks of `nbytes` (at least 1) from a tier, None when that is nothing.
 

@@ -52,7 +52,7 @@ class Reader:
         """As `lookup`, but wait `wait_s` seconds at most for what the shared tier has."""
         state = self._state
         hit = self.lookup(tenant, namespace, hashes, ask=not wait_s)
-        probe: Future[None] | None = None
+        probe: Future[bool] | None = None
         if state.sharing is not None and wait_s and hit.blocks < len(hashes):
             with state.lock:
                 probe = state.sharing.ask(ChainView(state, tenant, namespace, hashes), hit.blocks, len(hashes))

@@ -41,6 +41,7 @@ def test_a_block_that_came_after_an_outage_says_nothing_of_the_tiers_speed(
     for chain in (first, second):
         store(a.cache, spec, chain)
     a.cache.flush()
+    wait_until(lambda: b.cache.lookup(first).blocks == BLOCKS)  # what is asked next is for the blocks themselves
 
     asking = threading.Thread(target=lambda: b.cache.acquire(first, wait_s=20.0).release())
     world.stuck.add("get")

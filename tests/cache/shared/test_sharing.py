@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,10 @@ def test_a_lookup_knows_of_the_others_from_the_second_time_on(start: Any) -> Non
     assert set(b.cache.lookup(chain).tiers) == {"shared"}
 
 
-def test_a_chain_is_asked_for_in_one_round_trip_and_an_absent_one_once_a_while(start: Any, world: World) -> None:
+def test_a_chain_is_asked_for_in_one_round_trip_and_an_absent_one_once_a_while(
+    start: Any, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.core.sharing.knowledge.ABSENT_S", 60.0)  # a while that a busy machine does not outlast
     a, b = start("a", shared={"sync": "1h"}), start("b", shared={"sync": "1h"})
     spec = make_spec()
     both(spec, a, b)
@@ -233,6 +237,7 @@ def test_reads_that_hang_are_left_for_computing_when_that_is_known_to_pay(start:
     chain = make_chain(spec, BLOCKS)
     store(a.cache, spec, chain)
     a.cache.flush()
+    assert b.cache.lookup(chain, wait_s=5.0).blocks == BLOCKS  # or a busy machine may not wait for the answer
     world.stuck.add("get")
     began = time.monotonic()
     with b.cache.acquire(chain, wait_s=25.0, prefill_tokens_per_s=1000.0) as read:
@@ -240,6 +245,42 @@ def test_reads_that_hang_are_left_for_computing_when_that_is_known_to_pay(start:
         assert read.choice.reason == "too_slow"
     assert time.monotonic() - began < 10.0
     world.stuck.clear()
+
+
+def test_reads_that_hang_are_left_when_it_is_not_known_whether_computing_pays(
+    start: Any, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.core.payoff._QUIET_S", 0.1)
+    a, b = start("a"), start("b", shared={"transfer_timeout": "30s"})
+    spec = make_spec()
+    both(spec, a, b)
+    chain = make_chain(spec, BLOCKS)
+    store(a.cache, spec, chain)
+    a.cache.flush()
+    assert b.cache.lookup(chain, wait_s=5.0).blocks == BLOCKS  # or a busy machine may not wait for the answer
+    world.stuck.add("get")
+    began = time.monotonic()
+    with b.cache.acquire(chain, wait_s=25.0) as read:
+        assert (read.hit_blocks, read.choice.reason) == (0, "unknown_prefill")
+        assert read.missed_tokens == {"late": BLOCKS * spec.block_tokens}
+    assert time.monotonic() - began < 10.0
+    world.stuck.clear()  # it was only slow: what had begun arrives, and the next request profits
+    monkeypatch.undo()
+    assert reused(b.cache, spec, chain) == {"shared": BLOCKS * spec.block_tokens}
+
+
+def test_a_tier_that_is_slow_and_not_silent_is_waited_for_at_the_first_time_too(
+    start: Any, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.core.payoff._QUIET_S", 2.0)
+    a, b = start("a"), start("b", shared={"in_flight": 1})
+    spec = make_spec()
+    both(spec, a, b)
+    chain = make_chain(spec, BLOCKS)
+    store(a.cache, spec, chain)
+    a.cache.flush()
+    world.slow_s = 3.0 / BLOCKS
+    assert reused(b.cache, spec, chain, wait_s=25.0) == {"shared": BLOCKS * spec.block_tokens}
 
 
 def test_a_full_tier_takes_nothing_and_gives_what_it_has(start: Any, world: World) -> None:
@@ -292,6 +333,18 @@ def test_what_is_there_already_is_not_written_again(start: Any, world: World) ->
     store(b.cache, spec, chain)
     b.cache.flush()
     assert world.asked("put") == written
+
+
+@pytest.mark.parametrize("write", ["all", "demotion"])
+def test_it_is_asked_once_whether_it_has_what_is_to_be_written(start: Any, world: World, write: str) -> None:
+    a = start("a", shared={"write": write})
+    spec = make_spec()
+    both(spec, a)
+    store(a.cache, spec, make_chain(spec, BLOCKS))
+    a.cache.flush()
+    asked = Counter(name for method, names in world.calls if method == "present" for name in names)
+    assert asked == dict.fromkeys(world.blocks(), 1)
+    assert len(asked) == BLOCKS
 
 
 def test_a_block_that_came_from_elsewhere_is_kept_as_one_of_its_own(start: Any, world: World) -> None:

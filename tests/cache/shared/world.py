@@ -34,6 +34,8 @@ class World:
         Every call, or every write, fails.
     stuck
         Methods that do not answer while they are in it.
+    slow_s
+        Seconds that reading a value takes.
     """
 
     def __init__(self) -> None:
@@ -43,10 +45,11 @@ class World:
         self.down = False
         self.full = False
         self.stuck: set[str] = set()
+        self.slow_s = 0.0
 
     def blocks(self) -> list[str]:
         """Names of values that are blocks: those with a container in them."""
-        return [name for name, data in self.values.items() if b"TKVC" in data[:512]]
+        return [name for name, data in list(self.values.items()) if b"TKVC" in data[:512]]
 
     def asked(self, method: str) -> int:
         """How often a method was called."""
@@ -70,6 +73,7 @@ class DictBackend(Backend):
 
     async def get(self, name: str) -> bytes | None:
         await self._begin("get", name)
+        await asyncio.sleep(self._world.slow_s)
         return self._world.values.get(name)
 
     async def get_many(self, names: Sequence[str]) -> list[bytes | None]:
@@ -142,7 +146,9 @@ class Machine:
         secret.write_bytes(SECRET)
         secret.chmod(0o600)
         state = home / name
-        shared = {"url": "valkey://in-this-process:1", "write": "all", "sync": "20ms", **settings.pop("shared", {})}
+        # An answer takes no time here, but on a busy machine: who asks is to wait for it, unless a test says otherwise.
+        shared = {"url": "valkey://in-this-process:1", "write": "all", "sync": "20ms", "probe_timeout": "10s"}
+        shared |= settings.pop("shared", {})
         config = parse_config(
             {
                 "state_dir": str(state),

@@ -74,6 +74,7 @@ def test_nothing_audited_proves_nothing(tierkv_audit: Command, tmp_path: Path) -
     path.touch()
     code, out, _ = tierkv_audit(path)
     assert (code, out.splitlines()[0]) == (1, "0 audits: 0 ok, 0 outside, 0 corrupt")
+    assert "nothing was audited" in out
 
 
 @pytest.mark.parametrize("line", ["no json", '{"verdict": "ok"}', "[]"])

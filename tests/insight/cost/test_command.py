@@ -164,6 +164,14 @@ def test_a_mistake_ends_with_a_remedy(trace: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_trace_without_requests_has_no_bill(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    done = tierkv_cost(empty, "--prices", EXAMPLE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{empty}: no requests in it" in done.stderr
+
+
 def test_the_shipped_example_says_that_it_is_one() -> None:
     prices = load_prices(EXAMPLE)
     assert "made-up" in prices.note

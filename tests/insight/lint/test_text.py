@@ -78,22 +78,6 @@ def test_a_number_of_a_document_is_not_part_of_it() -> None:
     assert documents == ["] first text\nmore", "] second text"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small byte-level BPE tokenizer, trained on words of the logs."""
-    tokenizers = pytest.importorskip("tokenizers")
-    rng = random.Random(30)
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([words(rng, 200) for _ in range(30)], trainer)
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
-    return path
-
-
 def test_text_cut_into_other_tokens_is_found(tokenizer: Path, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     encode = tokenizers.Tokenizer.from_file(str(tokenizer)).encode

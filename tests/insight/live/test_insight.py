@@ -52,6 +52,9 @@ def test_hit_and_lost_tokens_are_what_was_requested_whatever_happens(tmp_path: A
         assert report["hit_tokens"] == stats["hit_tokens"]
         assert sum(report["lost_tokens"].values()) == BLOCK_TOKENS * sum(stats["missed_blocks"].values())
         parts = [*report["templates"], report["rest"]]
+        left = sum(tally["lost_tokens"].get("diverged", 0) for tally in parts)
+        assert report["lost_tokens"].get("diverged", 0) == left
+        assert sum(tally["lost_tokens"].get("diverged", 0) for tally in report["tenants"].values()) == left
         for tally in (report, *report["tenants"].values(), *parts):
             assert accounted(tally)
         for name in ("requests", "requested_tokens"):

@@ -128,6 +128,14 @@ def test_impossible_questions_are_refused(trace: Path, changes: dict[str, Any], 
     assert caught.value.remedy
 
 
+def test_a_trace_without_requests_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    asked = Asked(("lru",), None, None, Speeds(8000, 20e9, 2e9), 0.25, None, 1)
+    with pytest.raises(TierKVError, match="no requests in it"):
+        plan_command(empty, 4, 1024, asked, page=None, as_json=True)
+
+
 def test_the_size_of_a_block_is_given_once() -> None:
     with pytest.raises(ConfigError, match="--bytes-per-token and --model"):
         block_size(4, block_bytes=None, bytes_per_token=5, model=Path("somewhere"))

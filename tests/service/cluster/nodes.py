@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.servers.process import free_port
 from tests.service.daemon import PATIENCE_S, SPEC, TIERS, Daemon, Raw, short_directory, store
 from tierkv.cache import Chain
 
@@ -52,9 +52,10 @@ def cluster(count: int, *, stranger: int | None = None) -> Iterator[list[Daemon]
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports nobody listens at, all different; they stay so unless somebody else wants just these."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in sockets]
+    ports: dict[int, None] = {}
+    while len(ports) < count:
+        ports[free_port(host)] = None
+    return list(ports)
 
 
 def fill(daemon: Daemon, of: Chain, blocks: int, tenant: str = "default") -> None:

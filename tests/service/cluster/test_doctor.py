@@ -49,7 +49,8 @@ def test_the_secrets_fingerprint_is_told_to_compare(here: Path) -> None:
     (here / "secret").chmod(0o644)
     assert findings(here)["secret"].level == "fail"
     (here / "secret").unlink()
-    assert "secret" in findings(here)["secret"].message
+    missing = findings(here)["secret"]
+    assert ("no secret" in missing.message, "other nodes" in missing.remedy) == (True, True)
 
 
 def test_peers_that_answer(here: Path, two: list[Daemon]) -> None:
@@ -115,6 +116,7 @@ def test_an_engine_that_evicts(here: Path, redis: Callable[..., RedisServer]) ->
     found = findings(here, **known)
     assert (found["shared"].level, "answers in" in found["shared"].message) == ("ok", True)
     assert (found["shared-engine"].level, "of 64.0 MiB" in found["shared-engine"].message) == ("ok", True)
+    assert found["shared-trial"].level == "ok"
     assert {path.name for path in here.iterdir()} == {"secret", kept.name}
     assert os.path.samestat(kept.stat(), before)  # it is the daemon's, and is not written anew
 
@@ -176,10 +178,42 @@ def test_an_engine_that_does_not_know_this_user(here: Path, redis: Callable[...,
     found = findings(here, shared={"url": server.url, "password_file": str(here / "password")})
     assert found["shared"].level == "fail"
     assert "wrong" not in found["shared"].message
+    assert "password" in found["shared"].remedy
     assert "shared-engine" not in found
 
 
-def test_an_engine_that_is_not_there(here: Path) -> None:
-    found = findings(here, shared={"url": f"valkey://127.0.0.1:{free_ports(1)[0]}"})
-    assert found["shared"].level == "fail"
-    assert "shared-engine" not in found
+@needs_redis
+@pytest.mark.parametrize("command", ["evalsha", "set", "get", "getrange", "exists", "unlink"])
+def test_an_engine_that_does_not_do_what_daemons_need(
+    here: Path, redis: Callable[..., RedisServer], command: str
+) -> None:
+    server = redis()
+    server.tell("ACL", "SETUSER", "default", f"-{command}")
+    found = findings(here, shared={"url": server.url, "probe_timeout": 10})
+    assert (found["shared"].level, found["shared-trial"].level) == ("ok", "fail")
+    assert "commands" in found["shared-trial"].remedy
+
+
+@needs_redis
+def test_an_engine_that_is_full(here: Path, redis: Callable[..., RedisServer]) -> None:
+    server = redis("--maxmemory", "1", "--maxmemory-policy", "noeviction")
+    found = findings(here, shared={"url": server.url, "probe_timeout": 10})["shared-trial"]
+    assert (found.level, "full" in found.message, "allkeys-lru" in found.remedy) == ("fail", True, True)
+
+
+@needs_redis
+def test_what_the_doctor_tries_out_it_takes_away(here: Path, redis: Callable[..., RedisServer]) -> None:
+    server = redis()
+    for _ in range(2):
+        findings(here, shared={"url": server.url, "probe_timeout": 10})
+    (left,) = server.tell("KEYS", "*").split()
+    assert left.endswith("/generation")
+
+
+def test_an_engine_that_is_not_there(here: Path, two: list[Daemon], capfd: pytest.CaptureFixture[str]) -> None:
+    for address in (f"127.0.0.1:{free_ports(1)[0]}", "no-such-host.invalid:6379", f"127.0.0.1:{two[0].tcp_port}"):
+        found = findings(here, shared={"url": f"valkey://{address}"})
+        assert (found["shared"].level, address in found["shared"].message) == ("fail", True)
+        assert "again" not in found["shared"].remedy  # the doctor does not come again
+        assert not {"shared-engine", "shared-trial"} & found.keys()
+    assert "not reached" not in capfd.readouterr().err  # a finding, and not a line of the log as well

@@ -7,7 +7,7 @@ import pytest
 
 from tests.servers.redis import MISSING_REDIS, RedisServer
 from tests.service.cluster.nodes import node
-from tests.service.daemon import chain, eventually, store
+from tests.service.daemon import SPEC, chain, eventually, store
 from tierkv.service.status import print_status
 
 
@@ -21,6 +21,10 @@ def test_the_shared_tier_is_told_of_at_work_and_away(tmp_path: Path, capsys: pyt
             told = _told(cache.stats(), capsys)
             assert "shared: valkey, answers; 0 hit tokens, 4 blocks written, 0 waiting" in told
             assert "maxmemory is not set" in told
+            server.tell("ACL", "SETUSER", "default", "-evalsha")
+            cache.clear(SPEC.namespace)
+            told = _told(cache.stats(), capsys)
+            assert "come to nothing, the last: " in told
             server.kill()
 
             def away() -> bool:

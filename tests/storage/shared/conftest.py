@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.servers.azurite import MISSING_AZURITE, AzuriteServer
 from tests.servers.redis import MISSING_REDIS, RedisCluster, RedisServer
 from tests.servers.seaweed import MISSING_SEAWEED, SeaweedServer
 from tests.storage.shared.support import open_store
@@ -64,10 +65,20 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]
     server.stop()
 
 
-@pytest.fixture(params=["redis", "cluster", "seaweed"])
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzuriteServer]:
+    _needs(MISSING_AZURITE)
+    server = AzuriteServer(tmp_path_factory.mktemp("azurite"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["redis", "cluster", "seaweed", "azurite"])
 def engine(request: pytest.FixtureRequest) -> MakeBackend:
     """Make backends of each kind in turn."""
     server = request.getfixturevalue(request.param)
+    if isinstance(server, AzuriteServer):
+        return lambda: make_backend("az://tests/blocks", options=server.options)
     if isinstance(server, SeaweedServer):
         return lambda: make_backend("s3://tests/blocks", options=server.options)
     return lambda: make_backend(server.url)

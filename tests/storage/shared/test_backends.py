@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qs, unquote
 
 import pytest
 
+from tests.servers.azurite import AzuriteServer
 from tests.servers.redis import RedisCluster, RedisServer
 from tests.servers.seaweed import SeaweedServer
 from tests.storage.shared.conftest import MakeBackend, Wait
 from tests.storage.shared.support import fresh_prefix
+from tierkv.errors import ConfigError
 from tierkv.storage.shared import Backend, BackendError, SupportsClaims, make_backend
 
 
@@ -164,3 +169,85 @@ def test_says_why_a_bucket_cannot_be_opened(seaweed: SeaweedServer, wait: Wait[A
     assert kind_of_failure(make_backend("s3://tests/x", options=wrong), wait) == "refused"
     nobody = {**seaweed.options, "endpoint": "http://127.0.0.1:9"}
     assert kind_of_failure(make_backend("s3://tests/x", options=nobody), wait) == "down"
+
+
+def test_says_why_a_container_cannot_be_opened(azurite: AzuriteServer, wait: Wait[Any]) -> None:
+    wrong = {**azurite.options, "account_key": "d3Jvbmc="}
+    assert kind_of_failure(make_backend("az://tests/x", options=wrong), wait) == "refused"
+    nobody = {**azurite.options, "endpoint": "http://127.0.0.1:9/devstoreaccount1"}
+    assert kind_of_failure(make_backend("az://tests/x", options=nobody), wait) == "down"
+    with pytest.raises(ConfigError, match="Account must be specified"):
+        wait(make_backend("az://tests/x", options={"endpoint": azurite.options["endpoint"]}).open())
+
+
+def test_a_container_that_is_not_there(azurite: AzuriteServer, wait: Wait[Any]) -> None:
+    backend = make_backend("az://nowhere/x", options=azurite.options)
+    with pytest.raises(BackendError, match="az://nowhere does not exist") as caught:
+        wait(backend.open())
+    assert caught.value.kind == "refused"
+    for call in (backend.put("a", b"1"), backend.swap("a", None, b"1"), listed(backend, "x/")):
+        with pytest.raises(BackendError, match="does not exist"):
+            wait(call)
+    wait(backend.close())
+
+
+def test_a_token_counts_until_it_ends(azurite: AzuriteServer, wait: Wait[Any]) -> None:
+    backend = make_backend("az://tests/x", options=azurite.pass_for(timedelta(hours=1)))
+    wait(backend.open())
+    wait(backend.put("a", b"1"))
+    assert bytes(wait(backend.get("a"))) == b"1"
+    wait(backend.close())
+    ended = azurite.pass_for(timedelta(hours=-1))
+    backend = make_backend("az://tests/x", options=ended)
+    with pytest.raises(BackendError) as caught:
+        wait(backend.open())
+    wait(backend.close())
+    assert caught.value.kind == "refused"
+    assert parse_qs(ended["sas_token"])["sig"][0] not in unquote(f"{caught.value} {caught.value.__cause__}")
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("s3://x", {"region": "x", "metadata_endpoint": "http://127.0.0.1:9"}),
+        ("az://x", {"account_name": "x", "msi_endpoint": "http://127.0.0.1:9"}),
+    ],
+)
+def test_says_that_there_are_no_credentials(
+    url: str, options: dict[str, str], wait: Wait[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    with pytest.raises(BackendError, match="no credentials") as caught:
+        wait(make_backend(url, options=options).open())
+    assert (caught.value.kind, "options" in caught.value.remedy) == ("refused", True)
+
+
+def test_credentials_that_have_ended_are_refused(wait: Wait[Any]) -> None:
+    """S3 says so with a 400, as of a mistake in the request; no server that can be started here does."""
+    document = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>It has ended.</Message></Error>"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(document), document))
+        await writer.drain()
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            options = {"endpoint": endpoint, "region": "x", "access_key_id": "x", "secret_access_key": "x"}
+            await make_backend("s3://x", options=options).open()
+
+    with pytest.raises(BackendError, match="400 Bad Request: ExpiredToken") as caught:
+        wait(ask())
+    assert (caught.value.kind, "credentials" in caught.value.remedy) == ("refused", True)
+
+
+def test_google_is_looked_for_where_the_options_say(wait: Wait[Any]) -> None:
+    """Unencrypted, if they say that, as other stores are. There is no server here to be found."""
+    account = {"gcs_base_url": "", "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    options = {"service_account_key": json.dumps(account), "base_url": "http://127.0.0.1:9"}
+    with pytest.raises(BackendError, match="gs://x: nothing listens there") as caught:
+        wait(make_backend("gs://x", options=options).open())
+    assert (caught.value.kind, bool(caught.value.remedy)) == ("down", True)

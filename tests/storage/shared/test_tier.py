@@ -105,6 +105,19 @@ def test_put_many_asks_once_and_sends_what_is_missing(narrow: tuple[SharedTier, 
     assert tier.held(keys(numbers)) == [True] * 4
 
 
+def test_what_is_known_to_be_missing_is_not_asked_for(narrow: tuple[SharedTier, Narrow]) -> None:
+    tier, backend = narrow
+    payload = kv(600)
+    container = bytes(pack(payload, LAYOUT, "bx1", checksum(payload)))
+    meta = of_area(tier, payload, layout=LAYOUT)
+    tier.meta(key_of(600))  # what it asks once for an area
+    backend.asked.clear()
+    assert tier.put_many([(key_of(600), payload, meta)] * 2, missing=True) == [None] * 2
+    assert tier.put_containers([(key_of(601), container, meta)], missing=True) == [None]
+    assert [what for what, _ in backend.asked] == ["put"] * 2
+    assert tier.held(keys([600, 601])) == [True] * 2
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_many_blocks_are_told_of_one_by_one_on_the_calling_thread(engine: MakeBackend, threads: int) -> None:
     store = open_store(engine(), encode_threads=threads, in_flight=3)

@@ -36,15 +36,15 @@ class Prober:
         self._store = store
         self._knowledge = knowledge
         self._lock = lock
-        self._asking: dict[bytes, Future[None]] = {}
+        self._asking: dict[bytes, Future[bool]] = {}
         self._pool = ThreadPoolExecutor(THREADS, "tierkv-probe")
         self._closed = False
 
-    def ask(self, chain: ChainView, start: int, stop: int) -> Future[None] | None:
+    def ask(self, chain: ChainView, start: int, stop: int) -> Future[bool] | None:
         """Ask how much of a chain is there from `start`, with the lock held.
 
-        Returns what is done when that is known; None when there is nothing to ask: the tier does not answer, or has
-        said a moment ago that the first block is not there.
+        Returns what is done when that is known, or the tier has not answered: then it is False. None when there is
+        nothing to ask: the tier does not answer, or has said a moment ago that the first block is not there.
         """
         first = chain.key(start, chain.groups[0])
         asked = self._asking.get(first)
@@ -58,7 +58,7 @@ class Prober:
             return None
         begin = start if chain.gapless else 0
         wanted = [chain.described(group, begin, stop) for group in chain.groups]
-        done: Future[None] = Future()
+        done: Future[bool] = Future()
         self._asking[first] = done
         self._pool.submit(self._run, first, wanted, chain.gapless, done)
         return done
@@ -87,11 +87,13 @@ class Prober:
             self._closed = True
         self._pool.shutdown(wait=True)
 
-    def _run(self, first: bytes, wanted: Sequence[_Described], gapless: bool, done: Future[None]) -> None:
+    def _run(self, first: bytes, wanted: Sequence[_Described], gapless: bool, done: Future[bool]) -> None:
+        answered = False
         try:
             for blocks in wanted:
                 if not self.look(blocks, gapless=gapless) and gapless:
                     break
+            answered = True
         except TierKVError as error:
             log.debug("the shared tier was asked in vain: %s", error)
         except Exception:
@@ -99,4 +101,4 @@ class Prober:
         finally:
             with self._lock:
                 del self._asking[first]
-            done.set_result(None)
+            done.set_result(answered)

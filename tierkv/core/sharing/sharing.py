@@ -105,7 +105,7 @@ class Sharing:
             self._store.area(tenant, namespace)
             self._look_now.set()
 
-    def ask(self, chain: ChainView, start: int, stop: int) -> Future[None] | None:
+    def ask(self, chain: ChainView, start: int, stop: int) -> Future[bool] | None:
         """See `Prober.ask`."""
         return self._prober.ask(chain, start, stop)
 

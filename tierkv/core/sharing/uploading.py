@@ -158,12 +158,13 @@ class Uploader:
         if not self._worth_fetching(meta):
             self._count_skipped("cheaper_computed", len(batch))
             return
+        self._await_turn()  # before it is asked what is there: in a while others may have written it
         area = self._store.area(meta.tenant, meta.namespace)
         held = area.held([key for key, _ in batch])
         missing = [item for item, there in zip(batch, held, strict=True) if not there]
         with self._state.lock:
             self._know([item for item, there in zip(batch, held, strict=True) if there])
-        self._pace(sum(meta.length for _, meta in missing))
+        self._use_turn(sum(meta.length for _, meta in missing))
         rest = self._from_cold(area, missing)
         self._from_memory(area, rest)
 
@@ -181,14 +182,15 @@ class Uploader:
             return True
         return found.seconds_per_block < info.spec.block_tokens / rate
 
-    def _pace(self, nbytes: int) -> None:
-        """Wait until so many bytes may be written."""
-        if self._bytes_per_s is None:
-            return
+    def _await_turn(self) -> None:
+        """Wait until more may be written."""
         with self._changed:
             while not self._closed and (left := self._free_at - time.monotonic()) > 0.0:
                 self._changed.wait(left)
-        self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._bytes_per_s
+
+    def _use_turn(self, nbytes: int) -> None:
+        if self._bytes_per_s is not None:
+            self._free_at = time.monotonic() + nbytes / self._bytes_per_s
 
     def _from_cold(self, area: SharedTier, batch: Sequence[tuple[bytes, BlockMeta]]) -> list[tuple[bytes, BlockMeta]]:
         """Copy what the cold tier has, as it is coded there; return the rest."""
@@ -207,7 +209,7 @@ class Uploader:
                 items.append((key, container, stored))
             except TierKVError:
                 rest.append((key, meta))
-        self._note(area, items, area.put_containers(items))
+        self._note(area, items, area.put_containers(items, missing=True))
         return rest
 
     def _from_memory(self, area: SharedTier, batch: Sequence[tuple[bytes, BlockMeta]]) -> None:
@@ -228,7 +230,7 @@ class Uploader:
                     pinned.append((entry, level))
                     view = placement.memory[level].tier.view(slot, entry.meta.length)
                     items.append((key, view, state.coded(entry.meta)))
-            outcomes = area.put_many(items)
+            outcomes = area.put_many(items, missing=True)
             with state.lock:
                 for (entry, level), outcome in zip(pinned, outcomes, strict=True):
                     if isinstance(outcome, ChecksumMismatch):

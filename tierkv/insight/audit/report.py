@@ -30,12 +30,18 @@ def read_results(path: Path) -> list[AuditResult]:
     StorageError
         It cannot be read.
     InvalidRequest
-        A line is not the result of an audit; the message names it.
+        It is not text, or a line is not the result of an audit; the message names it.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(f"cannot read {path}: {error}", remedy="name a file that tierkv audit wrote") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"{path}: not UTF-8 at byte {error.start}", remedy="name a file that tierkv audit wrote"
+        ) from error
+    except OSError as error:
+        raise StorageError(
+            f"cannot read {path}: {error.strerror}", remedy="name a file that tierkv audit wrote"
+        ) from error
     results = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -56,7 +62,7 @@ def write_result(path: Path, result: AuditResult) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result.to_dict(), allow_nan=False) + "\n")
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}", remedy="choose another file") from error
+        raise StorageError(f"cannot write {path}: {error.strerror}", remedy="choose another file") from error
 
 
 def exit_code(results: Sequence[AuditResult], log: AuditLog | None = None) -> int:
@@ -85,6 +91,9 @@ def print_report(results: Sequence[AuditResult], console: Console, log: AuditLog
     said = [f"{count} {verdict}" for verdict, count in counted["audits"].items()]
     said += [f"{count} skipped ({reason})" for reason, count in skipped.items()]
     console.print(f"{len(results)} audits: {', '.join(said)}")
+    if not results:
+        console.print("nothing was audited, so nothing is proved")
+        return
     console.print(f"{counted['tokens']:,} served tokens computed again in {counted['seconds']:.1f} s")
     bases = {basis: sum(result.basis == basis for result in results) for basis in ("exact", "envelope", "budget")}
     console.print("held against: " + ", ".join(f"{name} {count}" for name, count in bases.items() if count))

@@ -22,12 +22,11 @@ from tierkv.insight.lint.reports.sarif import sarif_text
 from tierkv.insight.lint.reports.terminal import print_report
 from tierkv.insight.lint.sources.ids import IdSource
 from tierkv.insight.lint.sources.text import TextSource
-from tierkv.insight.lint.text.tokenise import load_tokeniser
+from tierkv.insight.lint.text.tokenise import Tokeniser, load_tokeniser
 
 __all__ = ["failing", "lint_log", "parse_format", "parse_severity", "run_command"]
 
-_IDS = (Format.TOKENS, Format.MOONCAKE, Format.NUMPY)
-_OWN_TOKENS = "the log's own token ids"
+_IDS = (Format.TOKENS, Format.NUMPY)
 
 
 def lint_log(
@@ -53,27 +52,29 @@ def lint_log(
     InvalidRequest
         A line cannot be read; names file and line.
     ConfigError
-        There is no such tokenizer, or the log cannot be rewritten.
+        There is no such tokenizer, the log has no tokens for it, or cannot be rewritten.
     StorageError
         A file cannot be read or written.
     """
     if fix is not None:
         check_fixable(log, fix)
+    if log.format is Format.MOONCAKE and tokenizer is not None:
+        raise ConfigError(f"{log.name} has hashes instead of tokens", remedy="leave --tokenizer out")
     tokeniser = load_tokeniser(tokenizer)
     skipped: list[str] = []
     source: TextSource | IdSource
-    if (log.format is Format.TOKENS and tokeniser.exact) or log.format not in _IDS:
-        source = TextSource(log, tokeniser, skipped)
-    else:
+    if log.format is Format.MOONCAKE or (log.format in _IDS and not tokeniser.exact):
         source = IdSource(log, skipped)
+    else:
+        source = TextSource(log, tokeniser, skipped)
     analysis = analyse(source, cache)
     findings, templates = rank(analysis, source, with_text)
     measured = analysis.measured
     report = LintReport(
         log=log.name,
         format=str(log.format),
-        tokeniser=_OWN_TOKENS if log.format in _IDS else tokeniser.name,
-        exact=log.format in _IDS or tokeniser.exact,
+        tokeniser=_tokens(log.format, tokeniser),
+        exact=log.format in (*_IDS, Format.MOONCAKE) or tokeniser.exact,
         block_tokens=cache.block_tokens,
         capacity_tokens=cache.capacity_tokens,
         requests=measured.tokens.size,
@@ -136,6 +137,17 @@ def parse_severity(name: str) -> Severity:
         if severity.label == name:
             return severity
     raise ConfigError(f"no severity {name!r}", remedy=f"say one of {', '.join(s.label for s in Severity)}")
+
+
+def _tokens(kind: Format, tokeniser: Tokeniser) -> str:
+    """Say whose the tokens are, and what would tell more."""
+    if kind is Format.MOONCAKE:
+        return "hashes of blocks: what changes in them cannot be told"
+    if kind not in _IDS:
+        return tokeniser.name
+    if tokeniser.exact:
+        return f"the log's own token ids, read with {tokeniser.name}"
+    return "the log's own token ids; give --tokenizer, the model's, to read them and name what changes"
 
 
 def _write(path: Path, text: str) -> None:

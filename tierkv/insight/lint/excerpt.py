@@ -50,12 +50,12 @@ def excerpt(prompt: Shown, other: Shown, offset: int, with_text: bool, tokens_di
         at = max(_common_tokens(prompt, other), offset) if offset < prompt.tokens.size else 0
         if not with_text:
             return Excerpt(at, prompt.line, other.line)
-        window = slice(max(0, at - 4), at)
+        before = _ids(prompt, slice(max(0, at - 4), at))
         return Excerpt(
             at,
             prompt.line,
             other.line,
-            _ids(prompt, window),
+            before and f"{before} ",
             *(_ids(p, slice(at, at + _TOKENS_SHOWN)) for p in (prompt, other)),
         )
     here, there, token = _aligned(prompt, other, offset)

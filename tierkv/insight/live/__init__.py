@@ -8,5 +8,6 @@ hashes, not prompts, and its memory is bounded.
 from tierkv.insight.live.causes import CAUSES
 from tierkv.insight.live.collector import Insight
 from tierkv.insight.live.report import NOTHING
+from tierkv.insight.live.windows import LONGEST_S
 
-__all__ = ["CAUSES", "NOTHING", "Insight"]
+__all__ = ["CAUSES", "LONGEST_S", "NOTHING", "Insight"]

@@ -23,12 +23,13 @@ from tierkv.core.tenants import Tenant
 from tierkv.insight.audit.log import AuditLog
 from tierkv.insight.audit.result import AuditResult
 from tierkv.insight.live.causes import lost_blocks
-from tierkv.insight.live.regret import Ghost, Ghosts, Regret
-from tierkv.insight.live.report import Report, TenantTotals, make_report
+from tierkv.insight.live.regret import Ghost, Ghosts
+from tierkv.insight.live.report import Report, make_report, make_window_report
 from tierkv.insight.live.room import Room
 from tierkv.insight.live.tally import Tally
 from tierkv.insight.live.templates import find_templates
 from tierkv.insight.live.tree import Area, PrefixTree
+from tierkv.insight.live.windows import TenantTotals, Windows
 
 __all__ = ["Insight"]
 
@@ -62,12 +63,13 @@ class Insight:
         self._salt = salt
         self._queue: list[tuple[SeenRequest, bool]] = []
         self._queued_blocks = 0
-        self._dropped = 0
+        self._dropped = self._dropped_before = 0  # in all, and up to the last time that somebody looked
         self._handing_over = Lock()
         self._working = Lock()  # for all that follows
         self._since = time.time()
         self._tree = PrefixTree()
         self._tenants: dict[bytes, TenantTotals] = {}
+        self._windows = Windows(self._since)
         self._room = Room(config, engine.placement)
         memory = [level.tier.name for level in engine.placement.memory]
         self._last_memory, self._last_tier = memory[-1], engine.placement.names[-2]  # the very last is the shared tier
@@ -129,6 +131,14 @@ class Insight:
                 dropped=self._dropped,
             )
 
+    def report_window(self, seconds: float, tenant: Tenant | None = None) -> Report:
+        """Say what was counted in the last so many seconds, at most a day. Blocks like `report`."""
+        self.catch_up()
+        with self._working:
+            window = self._windows.last(seconds, time.time())
+            shown = window.tenants if tenant is None else _only(tenant, window.tenants)
+            return make_window_report(window, seconds, shown, engine=self._engine, terms=self._terms)
+
     def summary(self) -> dict[str, Any]:
         """Return totals of a moment ago, for stats and metrics. Waits for nothing."""
         return {**self._summary, "dropped": self._dropped}
@@ -156,6 +166,8 @@ class Insight:
         with self._working:
             with self._handing_over:
                 batch, self._queue, self._queued_blocks = self._queue, [], 0
+                dropped, self._dropped_before = self._dropped - self._dropped_before, self._dropped
+            self._windows.dropped(time.time(), dropped)
             batch.sort(key=lambda item: item[0].sequence)
             for seen, away in batch:
                 self._follow(seen.sequence)
@@ -176,11 +188,13 @@ class Insight:
         lost = lost_blocks(seen, known, shared_away=away)
         totals = self._tenants.get(seen.tenant.id)
         if totals is None:
-            totals = self._tenants[seen.tenant.id] = TenantTotals(Tally(), Regret())
-        for tally in (walk.ended.tally, totals.tally):
+            totals = self._tenants[seen.tenant.id] = TenantTotals()
+        lately = self._windows.totals(seen.tenant.id, seen.at)
+        for tally in (walk.ended.tally, totals.tally, lately.tally):
             tally.note(seen.tiers, lost, block_tokens, seen.block_s)
         for ghost in self._ghosts.wanted(seen, max(known, seen.published)):
-            totals.regret.note(ghost, seen.at, block_tokens)
+            for regret in (totals.regret, lately.regret):
+                regret.note(ghost, seen.at, block_tokens)
         self._tree.trim()
 
     def _follow(self, sequence: int) -> None:

@@ -100,6 +100,12 @@ class Regret:
         if ghost.last:
             self._lost[ghost.tier] += tokens
 
+    def add(self, other: Regret) -> None:
+        """Count all that another one has counted, too."""
+        for tier, within in other._within.items():
+            self._within.setdefault(tier, Counter()).update(within)
+        self._lost.update(other._lost)
+
     def tokens(self) -> dict[str, int]:
         """Return regretted tokens by tier."""
         return {tier: sum(within.values()) for tier, within in self._within.items()}

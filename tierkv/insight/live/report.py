@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from tierkv.config import InsightConfig
 from tierkv.core.engine import Engine
 from tierkv.insight.audit.log import AuditLog
-from tierkv.insight.live.regret import Regret
+from tierkv.insight.live.causes import DIVERGED, NEW
 from tierkv.insight.live.room import RoomEstimates
 from tierkv.insight.live.tally import Tally
 from tierkv.insight.live.templates import Divergence, Template
 from tierkv.insight.live.tree import Area
+from tierkv.insight.live.windows import TenantTotals, Window
 
-__all__ = ["NOTHING", "Report", "TenantTotals", "make_report"]
+__all__ = ["NOTHING", "Report", "make_report", "make_window_report"]
 
 Report: TypeAlias = dict[str, Any]
 
 NOTHING: Report = {
     "enabled": False,
     "since": 0.0,
+    "window_s": None,
     "sample": 0.0,
     "dropped": 0,
     **Tally().to_dict(),
@@ -36,14 +38,6 @@ NOTHING: Report = {
 
 _DIVERGENCES = 8
 _TEXT_TOKENS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class TenantTotals:
-    """All that was counted of one tenant."""
-
-    tally: Tally
-    regret: Regret
 
 
 def make_report(
@@ -82,27 +76,68 @@ def make_report(
     beside = Tally()
     for tally in (*(tally for _, tally in rest), *(found.tally for found in others)):
         beside.add(tally)
+    return {
+        **_counted(_diverging(tenants, templates), audits, engine, terms, since, None, dropped),
+        "templates": [_template(found, engine, terms, salt) for found in listed],
+        "rest": _priced(beside, terms),
+        "whatif": _what_if(room),
+    }
+
+
+def make_window_report(
+    window: Window, seconds: float, tenants: Mapping[bytes, TenantTotals], *, engine: Engine, terms: InsightConfig
+) -> Report:
+    """Put a report of a window together: counts of these of its tenants, all of them in the rest.
+
+    Templates, estimates and audits are those of all requests since the start, so it has none.
+    """
+    counted = _counted(tenants, {}, engine, terms, window.since, seconds, window.dropped)
+    rest = {name: counted[name] for name in NOTHING["rest"]}
+    return {**counted, "templates": [], "rest": rest, "whatif": None}
+
+
+def _diverging(tenants: Mapping[bytes, TenantTotals], templates: Sequence[Template]) -> dict[bytes, TenantTotals]:
+    """Tell in each tenant's totals, too, what of its new content its templates lost by diverging."""
+    diverged: Counter[bytes] = Counter()
+    for found in templates:
+        diverged[found.area.tenant] += found.tally.lost_tokens[DIVERGED]
+    told = {}
+    for tenant, totals in tenants.items():
+        tally = Tally()
+        tally.add(totals.tally)
+        tally.move(NEW, DIVERGED, min(diverged[tenant], tally.lost_tokens[NEW]))
+        told[tenant] = TenantTotals(tally, totals.regret)
+    return told
+
+
+def _counted(
+    tenants: Mapping[bytes, TenantTotals],
+    audits: Mapping[bytes, AuditLog],
+    engine: Engine,
+    terms: InsightConfig,
+    since: float,
+    seconds: float | None,
+    dropped: int,
+) -> Report:
     total = Tally()
     for totals in tenants.values():
         total.add(totals.tally)
-    known = sorted({*tenants, *audits})
+    none = TenantTotals()
     return {
         "enabled": True,
         "since": since,
+        "window_s": seconds,
         "sample": terms.sample,
         "dropped": dropped,
         **_priced(total, terms),
         "tenants": {
             _tenant_name(engine, tenant): {
-                **_priced(tenants[tenant].tally if tenant in tenants else Tally(), terms),
-                "regret": tenants[tenant].regret.to_dict() if tenant in tenants else {},
+                **_priced(tenants.get(tenant, none).tally, terms),
+                "regret": tenants.get(tenant, none).regret.to_dict(),
                 "audits": audits[tenant].to_dict() if tenant in audits else None,
             }
-            for tenant in known
+            for tenant in sorted({*tenants, *audits})
         },
-        "templates": [_template(found, engine, terms, salt) for found in listed],
-        "rest": _priced(beside, terms),
-        "whatif": _what_if(room),
     }
 
 

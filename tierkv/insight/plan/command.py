@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, InvalidRequest
 from tierkv.insight.plan.page import check_plots, write_page
 from tierkv.insight.plan.points import make_plan
 from tierkv.insight.plan.question import Prices, Question, Speeds, default_sizes
@@ -50,6 +50,8 @@ def plan_command(
     if page is not None:
         check_plots()
     trace = read_trace(path, block_tokens)
+    if not trace.requests:
+        raise InvalidRequest(f"{path}: no requests in it", remedy="name a trace with at least one")
     question = _question(trace, block_bytes, asked)
     errors = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

@@ -107,7 +107,8 @@ def read_rows(path: Path) -> tuple[list[Row], int]:
                         raise
                     return rows, 1
     except (EOFError, OSError) as error:
-        raise StorageError(f"cannot read {path}: {error}", remedy="name files of a trace, or their directory") from None
+        why = getattr(error, "strerror", None) or error  # a damaged .gz has no other words
+        raise StorageError(f"cannot read {path}: {why}", remedy="name files of a trace, or their directory") from None
     return rows, 0
 
 

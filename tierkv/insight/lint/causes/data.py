@@ -20,7 +20,10 @@ CHANGING_VALUE = Cause(
     code=4,
     name="changing-value",
     title="short value that changes (date, id or counter)",
-    advice="Find the value that changes in {place} (a date, an id, a counter) and move it to the end of the prompt.",
+    advice=(
+        "Find the value that changes in {place} (a date, an id, a counter) and move it to the end of the prompt; "
+        "--tokenizer names it."
+    ),
     why="A few tokens change from request to request, and everything after them is another prefix.",
 )
 """Of token ids only: a run of changing tokens too short to be a user's data. The text would say what it is."""

@@ -39,7 +39,10 @@ REORDERED = Cause(
     code=8,
     name="changing-order",
     title="the same parts in changing order",
-    advice="Put the parts of {place} that requests share (tools, documents, examples) into one fixed order.",
+    advice=(
+        "Put the parts of {place} that requests share (tools, documents, examples) into one fixed order; "
+        "--tokenizer names them."
+    ),
     why="Shared parts come in another order, and everything after the first that differs is another prefix.",
     reordered=frozenset({Kind.OPAQUE}),
 )

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from tierkv.errors import InvalidRequest, StorageError
+from tierkv.insight.lint.readers.arrays import read_arrays
 from tierkv.insight.lint.readers.entry import Entry, Format
 from tierkv.insight.lint.readers.parse import detect, parse
 
 __all__ = ["Log", "open_log"]
 
+_BATCH_TOKENS = 1 << 18
 _GZIP, _NUMPY, _ZIP = b"\x1f\x8b", b"\x93NUMPY", b"PK\x03\x04"
 
 
@@ -45,6 +49,9 @@ class Log:
 
         Raises `InvalidRequest` naming file and line, or `StorageError`.
         """
+        if self.format is Format.NUMPY:
+            yield from self._rows()
+            return
         for number, line in self._lines():
             try:
                 text = self._decoded(line, number)
@@ -55,6 +62,13 @@ class Log:
                     raise
                 if skipped is not None:
                     skipped.append(error.message)
+
+    def _rows(self) -> Iterator[Entry]:
+        number = 0
+        for tokens, lengths in read_arrays(self.path, self.name, _BATCH_TOKENS):
+            for prompt in np.split(tokens, np.cumsum(lengths)[:-1]):
+                yield Entry(number, prompt)
+                number += 1
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         with _reading(self.path, self.name) as file:

@@ -52,7 +52,7 @@ def _page(report: LintReport) -> Iterator[str]:
     if not report.findings:
         yield "<p>Nothing found.</p>"
     for number, finding in enumerate(report.findings, start=1):
-        yield from _finding(number, finding)
+        yield from _finding(number, finding, report)
     yield '<h2>Templates</h2><div class="wide"><table><thead><tr><th>template</th><th class="number">requests</th>'
     yield '<th class="number">tokens</th><th class="number">hit</th><th class="number">possible</th>'
     yield "<th>recognised by</th></tr></thead><tbody>"
@@ -61,7 +61,7 @@ def _page(report: LintReport) -> Iterator[str]:
     yield "</tbody></table></div></main></body></html>"
 
 
-def _finding(number: int, finding: Finding) -> Iterator[str]:
+def _finding(number: int, finding: Finding, report: LintReport) -> Iterator[str]:
     severity = finding.severity.label
     known = ' <span class="dim">(known)</span>' if finding.known else ""
     title = f"{escape(finding.title)} in {escape(finding.place)}"
@@ -70,7 +70,7 @@ def _finding(number: int, finding: Finding) -> Iterator[str]:
     yield f'<p>{escape(finding.advice)}</p><p class="dim">{escape(finding.why)}</p>'
     quoted = finding.excerpt
     if quoted is not None:
-        yield f'<p class="dim">{escape(excerpt_place(finding))}</p>'
+        yield f'<p class="dim">{escape(excerpt_place(finding, report))}</p>'
         if quoted.before or quoted.here or quoted.there:
             before = escape(visible(quoted.before))
             lines = (f"{before}<mark>{escape(visible(text))}</mark>" for text in (quoted.here, quoted.there))

@@ -55,7 +55,7 @@ def _result(finding: Finding, report: LintReport) -> dict[str, Any]:
     location: dict[str, Any] = {"artifactLocation": {"uri": _uri(report.log)}}
     message = f"{finding.title} in {finding.place}: {cost_words(finding)}. {finding.advice}"
     if finding.excerpt is not None:
-        message += f" See {excerpt_place(finding)}."
+        message += f" See {excerpt_place(finding, report)}."
         # Rows of arrays are counted from 0, lines from 1.
         location["region"] = {"startLine": max(finding.excerpt.line, 1)}
         if finding.excerpt.here:

@@ -32,7 +32,7 @@ def print_report(report: LintReport, console: Console) -> None:
         line("Nothing found.", "green")
     for number, finding in enumerate(report.findings, start=1):
         line("")
-        for text in _finding(number, finding):
+        for text in _finding(number, finding, report):
             line(text)
     if report.fixed is not None:
         fixed = report.fixed
@@ -44,14 +44,14 @@ def print_report(report: LintReport, console: Console) -> None:
         )
 
 
-def _finding(number: int, finding: Finding) -> list[Text]:
+def _finding(number: int, finding: Finding, report: LintReport) -> list[Text]:
     known = "  (known)" if finding.known else ""
     head = Text(f"{number}. ").append(finding.severity.label, _STYLES[finding.severity])
     head.append(f"  {finding.title} in {finding.place}", "bold").append(known, "dim")
     lines = [head, Text(f"   {cost_words(finding)}"), Text(f"   {finding.advice}")]
     quoted = finding.excerpt
     if quoted is not None:
-        lines.append(Text(f"   {excerpt_place(finding)}", "dim"))
+        lines.append(Text(f"   {excerpt_place(finding, report)}", "dim"))
         if quoted.before or quoted.here or quoted.there:
             before = Text(f"     {visible(quoted.before)}", "dim")
             lines.append(before.copy().append(visible(quoted.here), "not dim bold"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tierkv.insight.lint.readers.entry import Format
 from tierkv.insight.lint.report import Finding, LintReport
 
 __all__ = ["cache_words", "cost_words", "excerpt_place", "summary", "visible"]
@@ -37,9 +38,10 @@ def cost_words(finding: Finding) -> str:
     )
 
 
-def excerpt_place(finding: Finding) -> str:
+def excerpt_place(finding: Finding, report: LintReport) -> str:
     """Say which two prompts are quoted."""
     quoted = finding.excerpt
     if quoted is None:
         return ""
-    return f"line {quoted.line} against line {quoted.other_line}, from token {quoted.token:,} on"
+    unit = "row" if report.format == Format.NUMPY else "line"
+    return f"{unit} {quoted.line} against {unit} {quoted.other_line}, from token {quoted.token:,} on"

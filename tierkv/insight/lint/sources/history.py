@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 from itertools import groupby, zip_longest
 
 from tierkv.insight.lint.causes.history import HISTORY
+from tierkv.insight.lint.core.batch import Kind
 from tierkv.insight.lint.sources.segments import Slot
 
 __all__ = ["Conversations"]
@@ -50,6 +51,8 @@ class Conversations:
         turn = [
             _message(list(group)) for _, group in groupby((s for s in slots if s.message >= 0), lambda s: s.message)
         ]
+        # A template that ends with the frame of the answer to come: the next turn has the answer in it.
+        opened = turn.pop().slots if turn and _is_frame(turn[-1]) else ()
         if not turn:
             return slots
         name = f"named {session}" if session is not None else f"first {hash(turn[0].shown)}"
@@ -62,10 +65,14 @@ class Conversations:
         self._latest.move_to_end(name)
         if len(self._latest) > _REMEMBERED:
             self._latest.popitem(last=False)
-        return [*head, *(slot for message in messages for slot in message.slots)]
+        return [*head, *(slot for message in messages for slot in message.slots), *opened]
 
     def _placed(self, slot: Slot) -> Slot:
         return replace(slot, place=self._place) if slot.given == HISTORY.code else slot
+
+
+def _is_frame(message: _Message) -> bool:
+    return all(slot.segment.kind is Kind.MARKER for slot in message.slots)
 
 
 def _to_restore(message: _Message) -> _Message:

@@ -11,6 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from tierkv.insight.lint.core.batch import Batch, Kind, Tokens
 from tierkv.insight.lint.core.hashing import number_repeats
+from tierkv.insight.lint.text.frames import unframed
 from tierkv.insight.lint.text.pieces import cut
 from tierkv.insight.lint.text.prompt import Part, Prompt
 from tierkv.insight.lint.text.tokenise import Tokeniser
@@ -74,6 +75,7 @@ class Segmenter:
     def __init__(self, tokeniser: Tokeniser, cached_parts: int = 4096) -> None:
         self._tokeniser = tokeniser
         self._cut = lru_cache(cached_parts)(self._segments)
+        self._cut_tokens = lru_cache(cached_parts)(self._token_segments)
         self.places: list[str] = []
         self._numbers: dict[str, int] = {}
 
@@ -85,26 +87,41 @@ class Segmenter:
     def token_slots(self, tokens: Tokens) -> list[Slot]:
         """Return the segments of token ids, as the tokenizer reads them."""
         texts = self._tokeniser.decode(tokens)
-        begins = np.cumsum([0, *(len(text) for text in texts)])[:-1]
-        pieces = cut("".join(texts), Kind.TEXT)
+        begins = np.cumsum([0, *map(len, texts)])[:-1]
+        prompt = unframed("".join(texts))
+        ends = np.cumsum([len(part.text) for part in prompt.parts])
+        last = max((part.message for part in prompt.parts), default=-1)
+        slots: list[Slot] = []
+        first = 0
+        for part, end in zip(prompt.parts, ends.tolist(), strict=True):
+            stop = int(np.searchsorted(begins, end, side="left")) if end < ends[-1] else tokens.size
+            if stop > first:  # else the token that it begins in is the part's before
+                lead = int(begins[first]) - (end - len(part.text))
+                segments = self._cut_tokens(part.text, tokens[first:stop].tobytes(), lead, part.kind)
+                slots.extend(self._placed(segments, 0, part, last))
+            first = stop
+        return slots
+
+    def _token_segments(self, text: str, run: bytes, lead: int, kind: Kind) -> tuple[Segment, ...]:
+        """Cut a part of which the first token begins `lead` characters behind its start."""
+        tokens = np.frombuffer(run, np.uint32)
+        begins = np.cumsum([lead, *map(len, self._tokeniser.decode(tokens))])[:-1]
+        pieces = cut(text, kind)
         ends = np.cumsum([len(piece.text) for piece in pieces])
-        runs = np.split(tokens, np.searchsorted(begins, ends[:-1], side="left")) if pieces else []
-        place = self.place("the prompt")
-        segments = [
-            _segment(piece.text, run, piece.kind, piece.meaning) for piece, run in zip(pieces, runs, strict=True)
-        ]
-        return [Slot(s, place, 0, -1, credit=s.tokens.size) for s in segments if s.tokens.size]
+        runs = np.split(tokens, np.searchsorted(begins, ends[:-1], side="left"))
+        found = (_segment(p.text, run, p.kind, p.meaning) for p, run in zip(pieces, runs, strict=True))
+        return tuple(segment for segment in found if segment.tokens.size)
 
     def _part(self, index: int, part: Part, last: int) -> list[Slot]:
+        return self._placed(self._cut(part.text, part.kind), index, part, last)
+
+    def _placed(self, segments: Sequence[Segment], index: int, part: Part, last: int) -> list[Slot]:
         place = self.place(part.place)
         # A frame has no content to rewrite.
         number = -1 if part.kind is Kind.MARKER else index
         # The first message often is a prompt template of its own; what is between it and the last one was said.
         pinned = 1 < part.message < last
-        return [
-            Slot(s, place, number, part.message, credit=s.tokens.size, pinned=pinned)
-            for s in self._cut(part.text, part.kind)
-        ]
+        return [Slot(s, place, number, part.message, credit=s.tokens.size, pinned=pinned) for s in segments]
 
     def _segments(self, text: str, kind: Kind) -> tuple[Segment, ...]:
         pieces = cut(text, kind)

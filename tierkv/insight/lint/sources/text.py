@@ -16,7 +16,7 @@ from tierkv.insight.lint.sources.history import Conversations
 from tierkv.insight.lint.sources.segments import Segmenter, Slot, make_batch
 from tierkv.insight.lint.sources.source import Shown
 from tierkv.insight.lint.sources.spelling import Spellings
-from tierkv.insight.lint.text.prompt import Part, Prompt, render
+from tierkv.insight.lint.text.prompt import Part, Prompt, render, session_of
 from tierkv.insight.lint.text.tokenise import Tokeniser
 
 __all__ = ["Explained", "TextSource"]
@@ -101,7 +101,8 @@ class TextSource:
         for entry in self._log.entries(skipped):
             body = entry.body
             if isinstance(body, np.ndarray):
-                yield entry, Prompt(()), self._segmenter.token_slots(body)
+                session = session_of(entry.original) if isinstance(entry.original, dict) else None
+                yield entry, Prompt((), session), self._segmenter.token_slots(body)
             else:
                 prompt = Prompt((Part(body, "the prompt"),)) if isinstance(body, str) else render(body)
                 yield entry, prompt, self._segmenter.slots(prompt)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -25,6 +26,8 @@ _SENTENCE = re.compile(r"[^\n]{80,400}?[.!?;](?: +|(?=\n)|$)|[^\n]{1,400}|\n+", 
 _DIGIT = re.compile(r"\d")
 _JSON_START = re.compile(r"(?:(?<=[\s:=>])|^)[{\[](?=[\s\"{\[])")
 _LONGEST_JSON = 1 << 20
+_SCHEMAS = {"parameters", "input_schema", "inputSchema"}
+_ITEM = re.compile(r"[\[,]\s*(?=\{)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +109,40 @@ def _document(text: str) -> Iterator[Piece]:
 
 def _plain(text: str) -> Iterator[Piece]:
     begin = 0
-    for start, end in _json_spans(text):
+    for start, end, value in _json_spans(text):
         yield from _lines(text[begin:start])
-        yield _piece(text[start:end], Kind.JSON)
+        if _is_tool(value):
+            yield _piece(text[start:end], Kind.TOOL)
+        elif isinstance(value, list) and value and all(map(_is_tool, value)):
+            yield from _tool_list(text[start:end])
+        else:
+            yield _piece(text[start:end], Kind.JSON)
         begin = end
     yield from _lines(text[begin:])
 
 
-def _json_spans(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where objects and lists of some length stand, which start a line or follow a colon or space."""
+def _is_tool(value: Any) -> bool:
+    """Say whether JSON defines a tool, in OpenAI's or Anthropic's shape or as the bare function."""
+    if not isinstance(value, dict):
+        return False
+    inner = value.get("function", value)
+    return isinstance(inner, dict) and isinstance(inner.get("name"), str) and bool(_SCHEMAS & inner.keys())
+
+
+def _tool_list(text: str) -> Iterator[Piece]:
+    """Cut a JSON list into its items, and the signs and spaces around these."""
+    decoder = json.JSONDecoder()
+    begin = 0
+    while match := _ITEM.match(text, begin):
+        yield _piece(match.group(), Kind.MARKER)
+        _, end = decoder.raw_decode(text, match.end())
+        yield _piece(text[match.end() : end], Kind.TOOL)
+        begin = end
+    yield _piece(text[begin:], Kind.MARKER)
+
+
+def _json_spans(text: str) -> Iterator[tuple[int, int, Any]]:
+    """Yield where objects and lists of some length stand, which start a line or follow a colon or space; and they."""
     decoder = json.JSONDecoder()
     position = 0
     while True:
@@ -123,11 +151,11 @@ def _json_spans(text: str) -> Iterator[tuple[int, int]]:
             return
         start = match.start()
         try:
-            _, end = decoder.raw_decode(text, start) if len(text) - start < _LONGEST_JSON else (None, start + 1)
+            value, end = decoder.raw_decode(text, start) if len(text) - start < _LONGEST_JSON else (None, start + 1)
         except (ValueError, RecursionError):
-            end = start + 1
+            value, end = None, start + 1
         if end - start >= 16:
-            yield start, end
+            yield start, end, value
         position = end
 
 

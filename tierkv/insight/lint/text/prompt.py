@@ -9,9 +9,9 @@ from typing import Any
 
 from tierkv.insight.lint.core.batch import Kind
 
-__all__ = ["Part", "Prompt", "render"]
+__all__ = ["SESSION_FIELDS", "SYSTEM_ROLES", "Part", "Prompt", "render", "session_of"]
 
-_SYSTEM_ROLES = ("system", "developer")
+SYSTEM_ROLES = ("system", "developer")
 SESSION_FIELDS = ("session_id", "conversation_id", "thread_id", "chat_id", "prompt_cache_key")
 
 
@@ -66,10 +66,10 @@ def render(request: Mapping[str, Any]) -> Prompt:
     """
     parts = [*_tools(request.get("tools") or request.get("functions") or [], request), *_system(request.get("system"))]
     messages = request.get("messages") or []
-    opening = 1 if messages and messages[0].get("role") in _SYSTEM_ROLES else 0
+    opening = 1 if messages and messages[0].get("role") in SYSTEM_ROLES else 0
     for index, message in enumerate(messages):
         parts.extend(_message(index, message, opening))
-    return Prompt(tuple(parts), _session(request))
+    return Prompt(tuple(parts), session_of(request))
 
 
 def tool_name(tool: Mapping[str, Any]) -> str:
@@ -134,7 +134,8 @@ def _content(content: Any, place: str, message: int, path: tuple[str | int, ...]
             yield Part(json.dumps(block, ensure_ascii=False), place, Kind.JSON, message, where)
 
 
-def _session(request: Mapping[str, Any]) -> str | None:
+def session_of(request: Mapping[str, Any]) -> str | None:
+    """Return the conversation's name where a request says it."""
     metadata = request.get("metadata")
     for source in (request, metadata if isinstance(metadata, Mapping) else {}):
         for field in SESSION_FIELDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import zlib
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class Tokeniser(Protocol):
         ...
 
     def decode(self, tokens: Tokens) -> list[str]:
-        """Return the text of each token."""
+        """Return the text of each token; of a character that several make, the last one has it."""
         ...
 
 
@@ -66,7 +67,11 @@ class HuggingFace:
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
         self.name = name
-        self._token = lru_cache(1 << 18)(self._decode)
+        added = tokenizer.get_added_tokens_decoder()
+        self._added: dict[int, str] = {number: token.content for number, token in added.items()}
+        self._bytes_of = _byte_level if "ByteLevel" in str(tokenizer.decoder) else _sentence_piece
+        self._texts: dict[int, str] = {}
+        self._parts: dict[int, bytes] = {}  # of characters
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         if not texts:
@@ -79,10 +84,53 @@ class HuggingFace:
         return np.split(ids, cuts)
 
     def decode(self, tokens: Tokens) -> list[str]:
-        return [self._token(token) for token in tokens.tolist()]
+        ids = tokens.tolist()
+        distinct = set(ids)
+        for token in distinct - self._texts.keys() - self._parts.keys():
+            self._learn(token)
+        if self._parts.keys().isdisjoint(distinct):
+            return list(map(self._texts.__getitem__, ids))
+        read = codecs.getincrementaldecoder("utf-8")("replace").decode
+        texts = [read(self._parts[token] if token in self._parts else self._texts[token].encode()) for token in ids]
+        texts[-1] += read(b"", True)
+        return texts
 
-    def _decode(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+    def _learn(self, token: int) -> None:
+        """Not by the package: that drops what is no whole character, and the space a text begins with."""
+        written = self._tokenizer.id_to_token(token)
+        if token in self._added:
+            self._texts[token] = self._added[token]
+        elif written is None:
+            self._texts[token] = f"<{token}>"
+        else:
+            data = self._bytes_of(written)
+            try:
+                self._texts[token] = data.decode()
+            except UnicodeDecodeError:
+                self._parts[token] = data
+
+
+def _letters() -> dict[str, int]:
+    """Map the characters that byte-level vocabularies are written in to the bytes they stand for, as GPT-2 does."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_LETTERS = _letters()
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_level(written: str) -> bytes:
+    try:
+        return bytes([_LETTERS[character] for character in written])
+    except KeyError:
+        return written.encode()
+
+
+def _sentence_piece(written: str) -> bytes:
+    byte = _BYTE.fullmatch(written)
+    return bytes([int(byte[1], 16)]) if byte else written.replace("\u2581", " ").encode()
 
 
 def load_tokeniser(path: Path | None) -> Tokeniser:

@@ -1,8 +1,8 @@
-"""The breaker of the shared tier, by the clock of the test."""
+"""The circuit breaker, by the clock of the test."""
 
 from __future__ import annotations
 
-from tierkv.storage.shared.breaker import Breaker
+from tierkv.storage.breaker import Breaker
 
 
 class Clock:
@@ -16,10 +16,13 @@ def breaker(clock: Clock) -> Breaker:
     return Breaker(3, 1.0, 4.0, clock=clock, jitter=lambda: 1.0)
 
 
-def fail(breaker: Breaker, times: int = 1) -> None:
+def fail(breaker: Breaker, times: int = 1) -> bool:
+    """Let calls fail; say whether the last one opened it."""
+    opened = False
     for _ in range(times):
         assert not breaker.refuses
-        breaker.failed(breaker.begin())
+        opened = breaker.failed(breaker.begin())
+    return opened
 
 
 def test_it_opens_after_failures_in_a_row() -> None:
@@ -29,7 +32,7 @@ def test_it_opens_after_failures_in_a_row() -> None:
     it.succeeded()
     fail(it, 2)
     assert (it.state, it.refuses, it.opened) == ("closed", False, 0)
-    fail(it)
+    assert fail(it)
     assert (it.state, it.refuses, it.opened) == ("open", True, 1)
 
 
@@ -44,7 +47,7 @@ def test_one_call_at_a_time_finds_out_and_each_in_vain_doubles_the_pause() -> No
         assert not it.refuses
         probe = it.begin()
         assert (probe, it.state, it.refuses) == (True, "half-open", True)
-        it.failed(probe)
+        assert not it.failed(probe)
     assert it.opened == 1
 
 
@@ -76,3 +79,25 @@ def test_failures_of_calls_made_before_it_opened_do_not_count() -> None:
     assert it.begin()
     it.failed(False)
     assert it.state == "half-open"
+
+
+def test_a_probe_that_was_no_call_is_not_trusted_for_long() -> None:
+    clock = Clock()
+    it = breaker(clock)
+    assert fail(it, 3)
+    for pause in (1.0, 2.0, 4.0):
+        clock.now += pause
+        assert it.begin()
+        it.seems_well()
+        assert (it.state, it.refuses) == ("closed", False)
+        assert fail(it)
+        clock.now += 0.5
+        assert it.refuses
+        clock.now -= 0.5
+    assert it.opened == 4
+    clock.now += 4.0
+    assert it.begin()
+    it.seems_well()
+    it.begin()
+    it.succeeded()
+    assert not fail(it, 2)

@@ -3,6 +3,8 @@
 closed      every call is made
 open        no call is made
 half-open   one call is under way to see how things are; no other is made
+
+Used for the shared tier's engine here, and for the daemon in `tierkv.client`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ BreakerState = Literal["closed", "open", "half-open"]
 
 
 class Breaker:
-    """Decides who may ask. Belongs to one thread; `state` and `refuses` may be read from any.
+    """Decides who may ask. Changed by one thread, or under a lock; `state` and `refuses` may be read by any thread.
 
     Parameters
     ----------
@@ -68,13 +70,23 @@ class Breaker:
         self._in_a_row = 0
         self._pause_s = self._first_pause_s
 
-    def failed(self, probe: bool) -> None:
-        """Note a call that was not answered; `probe` is what `begin` said of it."""
+    def seems_well(self) -> None:
+        """Note the answer to a probe that was only that, and no call: the first call to fail opens it again at once.
+
+        Pauses go on growing until a call has been answered.
+        """
+        self.state = "closed"
+        self._in_a_row = self._failures_to_open - 1
+
+    def failed(self, probe: bool) -> bool:
+        """Note a call that was not answered; `probe` is what `begin` said of it. Say whether that has opened it."""
         if self.state != "closed" and not probe:  # made before it opened
-            return
+            return False
         self._in_a_row += 1
-        if probe or self._in_a_row >= self._failures_to_open:
-            self.opened += not probe
-            self.state = "open"
-            self._until = self._clock() + self._pause_s * (0.5 + 0.5 * self._jitter())
-            self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
+        if not probe and self._in_a_row < self._failures_to_open:
+            return False
+        self.opened += not probe
+        self.state = "open"
+        self._until = self._clock() + self._pause_s * (0.5 + 0.5 * self._jitter())
+        self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
+        return not probe
