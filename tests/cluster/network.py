@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,8 @@ from tests.cluster import cable
 __all__ = ["Host", "Network", "missing_network"]
 
 _UPLINK = "up0"
+_NAME = re.compile(r"tkv([0-9a-f]+)n[0-9a-f]+")
+_numbers = itertools.count()
 
 
 def missing_network() -> str:
@@ -41,13 +45,14 @@ class Network:
     """A bridge in this namespace, at `address`, and hosts in namespaces of their own. All is gone when it is left."""
 
     def __init__(self) -> None:
-        self._name = f"tkv{os.getpid():x}{random.randrange(256):02x}"
+        self._name = f"tkv{os.getpid():x}n{next(_numbers):x}"
         self._net = _unused_net()
         self._free = self._net.hosts()
         self.address = str(next(self._free))
         self._hosts: list[Host] = []
 
     def __enter__(self) -> Self:
+        _sweep()
         try:
             _ip("link", "add", self._name, "type", "bridge")
             _ip("addr", "add", f"{self.address}/{self._net.prefixlen}", "dev", self._name)
@@ -126,6 +131,21 @@ class Host:
                 assert stream is not None
                 stream.close()
             self._cable.wait()
+
+
+def _sweep() -> None:
+    """Remove what processes have left that were killed in the middle of it. Their daemons have died with them."""
+    for line in _ip("netns", "list").splitlines():
+        if _abandoned(name := line.split()[0]):
+            _ip("netns", "del", name)
+    for line in _ip("-o", "link", "show", "type", "bridge").splitlines():
+        if _abandoned(name := line.split(": ")[1]):
+            _ip("link", "del", name)
+
+
+def _abandoned(name: str) -> bool:
+    found = _NAME.match(name)
+    return found is not None and not Path(f"/proc/{int(found[1], 16)}").exists()
 
 
 def _unused_net() -> ipaddress.IPv4Network:

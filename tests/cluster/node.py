@@ -17,7 +17,7 @@ import yaml
 
 import tierkv
 from tests.cluster.network import Host
-from tests.servers.process import wait_until
+from tests.servers.process import mortal, wait_until
 from tierkv.cache import Cache
 from tierkv.core.build import _instance
 from tierkv.spec import KVSpec
@@ -80,7 +80,9 @@ class Node:
         """Start and wait until it serves."""
         command = self.host.command(sys.executable, "-m", "tierkv.service", "serve", "-c", str(self._config))
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                mortal(command), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         wait_until(self._serves, f"node {self.name}", patience_s)
 
     def stop(self, patience_s: float = _PATIENCE_S) -> int:

@@ -19,7 +19,7 @@ from tierkv.spec import KVSpec
 
 BLOCKS = 8
 ROUNDS = 5
-BLOCK_S = 0.05  # to compute one: were that faster than loading it, nobody would share it or wait for it
+BLOCK_S = 0.1  # to compute one: were that faster than loading it, nobody would share it or wait for it
 _WAIT_S = 30.0
 
 
@@ -122,7 +122,7 @@ def test_a_killed_prefill_holds_nobody_up(nodes: tuple[Node, Node]) -> None:
     with ThreadPoolExecutor(1) as pool, a.connect(spec) as cache:
         publish(cache, spec, Chain(chain.namespace, chain.hashes[:3]), 0, step=1)
         cache.flush()
-        decoding: Future[int] = pool.submit(decode, b, spec, chain, 2.0, begun)
+        decoding: Future[int] = pool.submit(decode, b, spec, chain, 5.0, begun)
         begun.wait()
         a.kill()
         assert decoding.result(_WAIT_S) == 3

@@ -22,6 +22,7 @@ import numpy as np
 import yaml
 
 import tierkv
+from tests.servers.process import mortal
 from tierkv.cache import Cache, Chain
 from tierkv.spec import KVGroup, KVSpec
 
@@ -70,7 +71,7 @@ class Daemon:
         script = self._before + _START
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", script, self._without, "serve", "--config", str(self.config_path)],
+                mortal([sys.executable, "-c", script, self._without, "serve", "--config", str(self.config_path)]),
                 stdout=subprocess.PIPE,
                 stderr=log,
                 bufsize=0,  # select sees no lines that Python has buffered
@@ -192,9 +193,9 @@ def read_back(cache: Cache, of: Chain, *, wait_s: float = 10.0) -> int:
         return read.hit_blocks
 
 
-def eventually(condition: Callable[[], bool]) -> None:
+def eventually(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
     """Poll something that another process is about to do."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.005)

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tierkv
+from tests.servers.process import free_port
 from tests.service.daemon import PATIENCE_S, SPEC, Daemon, chain, read_back, running, short_directory, store
 from tierkv.cache import Chain
 from tierkv.config import KVEventsConfig, parse_config
@@ -250,7 +251,7 @@ def test_sockets_of_files_are_for_their_owner_only() -> None:
 
 @pytest.mark.parametrize(("endpoint", "warned"), [("tcp://127.0.0.1:*", False), ("tcp://*:*", True)])
 def test_an_address_that_others_reach_is_warned_of(endpoint: str, warned: bool) -> None:
-    port = _free_port()
+    port = free_port()
     with running({**SMALL, "kv_events": {"endpoint": endpoint.replace(":*", f":{port}")}}) as daemon:
         assert ("what all tenants have cached" in daemon.log) == warned
 
@@ -384,8 +385,3 @@ def _truth(engine: Any, spec: KVSpec) -> set[Place]:
                         if levels >> level & 1
                     }
     return found
-
-
-def _free_port() -> int:
-    with zmq.Context() as context, context.socket(zmq.PUB) as probe:
-        return probe.bind_to_random_port("tcp://127.0.0.1")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers.process import free_port
 from tests.service.daemon import (
     BLOCK_BYTES,
     SPEC,
@@ -91,6 +92,9 @@ def test_requests_under_way_are_finished_first(daemon: Daemon) -> None:
 
 
 def test_a_client_that_keeps_calling_sees_typed_errors_only(daemon: Daemon) -> None:
+    daemon.stop()
+    daemon.configure({**TIERS, "port": free_port()})
+    daemon.start()
     stop = threading.Event()
     failures: list[BaseException] = []
     rounds = [0]
@@ -111,12 +115,10 @@ def test_a_client_that_keeps_calling_sees_typed_errors_only(daemon: Daemon) -> N
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
-    port = daemon.tcp_port
     for end in (daemon.stop, daemon.kill, daemon.stop):
         before = rounds[0]
         eventually(lambda before=before: rounds[0] > before + 8 or bool(failures))
         end()
-        daemon.configure({**TIERS, "port": port})
         daemon.start()
     before = rounds[0]
     eventually(lambda: rounds[0] > before + 8 or bool(failures))

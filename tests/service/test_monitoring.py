@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 import tierkv
+from tests.servers.process import free_port, mortal
 from tests.service.daemon import PATIENCE_S, ROOT, SPEC, TIERS, Daemon, chain, eventually, read_back, running, store
 from tierkv.service.tokens import TokenFile
 
@@ -80,18 +80,18 @@ class Prometheus:
         job["authorization"] = {"credentials_file": str(directory / "token")}
         (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
         shutil.copy(CONFIGS / "prometheus-alerts.yml", directory)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self.log = directory / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [
-                    "prometheus",
-                    f"--config.file={directory / 'prometheus.yml'}",
-                    f"--storage.tsdb.path={directory / 'data'}",
-                    f"--web.listen-address={self.address}",
-                ],
+                mortal(
+                    [
+                        "prometheus",
+                        f"--config.file={directory / 'prometheus.yml'}",
+                        f"--storage.tsdb.path={directory / 'data'}",
+                        f"--web.listen-address={self.address}",
+                    ]
+                ),
                 stdout=log,
                 stderr=log,
             )

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,12 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from tests.service import daemon
 from tests.vllm.models import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
 START_S = 180.0
 PATIENCE_S = 120.0
 BLOCK = 32
+
+PATIENT = {"wait_s": 30.0, "extra_s": 10.0}
+"""Options of a connector that goes without blocks only where there are none, however busy the machine is."""
 
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 ENVIRONMENT = {
@@ -267,6 +271,11 @@ def engine(
         yield started
     finally:
         started.kill()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Ask again until it is so, for as long as an engine may take for a few batches of requests."""
+    daemon.eventually(condition, PATIENCE_S)
 
 
 def prompt(length: int, *, seed: int = 0, after: Sequence[int] = ()) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.servers.process import free_port, mortal
 from tests.vllm.engine import ENVIRONMENT, PATIENCE_S, ROOT, START_S, kill_session
 
 
@@ -80,9 +80,7 @@ class Server:
 @contextmanager
 def server(model: Path, log: Path, transfer: Mapping[str, Any], *arguments: str) -> Iterator[Server]:
     """A server that is ready, dead at the end with all its processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         *(
             sys.executable,
@@ -100,7 +98,7 @@ def server(model: Path, log: Path, transfer: Mapping[str, Any], *arguments: str)
     environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}  # which serves /reset_prefix_cache
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, cwd=ROOT, env=environment, start_new_session=True
+            mortal(command), stdout=output, stderr=output, cwd=ROOT, env=environment, start_new_session=True
         )
     started = Server(process, port, log)
     try:

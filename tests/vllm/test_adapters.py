@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.daemon import eventually, running
-from tests.vllm.engine import Engine, engine, prompt, tierkv_config
+from tests.service.daemon import running
+from tests.vllm.engine import Engine, engine, eventually, prompt, tierkv_config
 from tests.vllm.models import make_adapter
 
 

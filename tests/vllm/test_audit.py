@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.service.daemon import ROOT, eventually, running
-from tests.vllm.engine import tierkv_config
+from tests.service.daemon import ROOT, running
+from tests.vllm.engine import PATIENT, eventually, tierkv_config
 from tests.vllm.models import find_smollm2
 from tests.vllm.server import server
 from tierkv.insight.audit import AuditLog
@@ -22,7 +22,7 @@ def test_hits_are_what_is_computed(tmp_path: Path) -> None:
     log = AuditLog(alarm=False)
     with (
         running({"warm": {"capacity": "256MiB"}}) as daemon,
-        server(model, tmp_path / "log", tierkv_config(daemon.url)) as started,
+        server(model, tmp_path / "log", tierkv_config(daemon.url, **PATIENT)) as started,
     ):
         endpoint = Endpoint(started.url)
         assert not audit_endpoint(endpoint, prompts, max_tokens=8, sample=1.0, floor=0.001, log=log)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.daemon import Daemon, eventually, short_directory
-from tests.vllm.engine import Ask, Engine, Outcome, engine, prompt, tierkv_config
+from tests.service.daemon import Daemon, short_directory
+from tests.vllm.engine import Ask, Engine, Outcome, engine, eventually, prompt, tierkv_config
 
 TIERS = {"warm": {"capacity": "64MiB"}, "cold": {"capacity": "256MiB", "segment": "16MiB", "codec": "raw"}}
 AT_ONCE = 4

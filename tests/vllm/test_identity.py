@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tierkv
-from tests.vllm.engine import Ask, Engine, engine, prompt, tierkv_config
+from tests.vllm.engine import PATIENT, Ask, Engine, engine, prompt, tierkv_config
 from tests.vllm.models import make_llama
 
 
@@ -23,7 +23,7 @@ def test_a_weight_file_that_changes_in_place_is_another_model(
     }
     ask = Ask(prompt(500))
     (want,) = plain("llama").run([ask]).tokens
-    with engine(model, tmp_path / "first.log", tierkv_config("", config=config)) as first:
+    with engine(model, tmp_path / "first.log", tierkv_config("", config=config, **PATIENT)) as first:
         assert first.run([ask]).tokens == [want]
         first.reset()
         answer = first.run([ask]).answers[0]
@@ -34,7 +34,7 @@ def test_a_weight_file_that_changes_in_place_is_another_model(
     other = make_llama(tmp_path / "other", seed=1)
     weights = "model.safetensors"
     shutil.copy(other / weights, model / weights)
-    with engine(model, tmp_path / "second.log", tierkv_config("", config=config)) as second:
+    with engine(model, tmp_path / "second.log", tierkv_config("", config=config, **PATIENT)) as second:
         cold = second.run([ask]).answers[0]
         assert (cold.cached, second.external()) == (0, 0)
         assert cold.tokens != want

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.daemon import Daemon, eventually, running
-from tests.vllm.engine import Ask, Engine, engine, prompt, tierkv_config
+from tests.service.daemon import Daemon, running
+from tests.vllm.engine import Ask, Engine, engine, eventually, prompt, tierkv_config
 
 TOKEN_BYTES = 3 * 2 * 2 * 32 * 4
 """KV of one token of the random Llama."""

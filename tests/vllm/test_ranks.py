@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.service.daemon import eventually, running
-from tests.vllm.engine import Ask, Engine, engine, prompt, tierkv_config
+from tests.service.daemon import running
+from tests.vllm.engine import Ask, Engine, engine, eventually, prompt, tierkv_config
 
 
 def test_tensor_parallel_workers_reuse_their_own_halves(

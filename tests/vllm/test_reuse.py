@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.daemon import Daemon, eventually, running
-from tests.vllm.engine import Ask, Engine, engine, prompt, tierkv_config
+from tests.service.daemon import Daemon, running
+from tests.vllm.engine import PATIENT, Ask, Engine, engine, eventually, prompt, tierkv_config
 
 BLOCK_TOKENS = 64
 TIERS = {"warm": {"capacity": "64MiB"}, "cold": {"capacity": "256MiB", "segment": "16MiB"}}
@@ -41,8 +41,8 @@ def world(
     logs = tmp_path_factory.mktemp("logs")
     with (
         running(TIERS) as daemon,
-        engine(model, logs / "one", tierkv_config(daemon.url, compute_s=compute_s)) as one,
-        engine(model, logs / "two", tierkv_config(daemon.url, compute_s=compute_s)) as two,
+        engine(model, logs / "one", tierkv_config(daemon.url, compute_s=compute_s, **PATIENT)) as one,
+        engine(model, logs / "two", tierkv_config(daemon.url, compute_s=compute_s, **PATIENT)) as two,
     ):
         yield World(daemon, one, two, plain(name))
 

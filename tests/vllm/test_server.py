@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.daemon import ROOT, Daemon, eventually, running
-from tests.vllm.engine import Ask, Engine, engine, tierkv_config
+from tests.service.daemon import ROOT, Daemon, running
+from tests.vllm.engine import Ask, Engine, engine, eventually, tierkv_config
 from tests.vllm.models import find_smollm2
 from tests.vllm.server import Server, server
 
