@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -13,6 +14,8 @@ __all__ = ["Diagnosis", "ask", "read_text"]
 
 _PATIENCE_S = 0.4
 _SECOND_THOUGHTS_S = 0.2
+_SAYS_AUTHORITY = re.compile(rb"\x55\x1d\x13(\x01\x01\xff)?\x04.\x30.\x01\x01\xff", re.DOTALL)
+"""The extension basicConstraints with CA:TRUE, in a certificate's DER (RFC 5280, 4.2.1.9)."""
 _PING = b"PING\r\n"
 
 
@@ -32,9 +35,9 @@ _OTHER_NAME = Diagnosis("its certificate is for another name", "use a name or an
 _STRANGER = Diagnosis(
     "its certificate is by an authority that is not trusted", "give that authority's certificate as ca_file"
 )
-_OWN_AUTHORITY = Diagnosis(
-    "its certificate is signed by itself, which its client does not take",
-    "make an authority, sign the server's by it, and give the authority's as ca_file",
+_AUTHORITY = Diagnosis(
+    "its certificate is an authority's (CA:TRUE), which no server may show",
+    "make one with CA:FALSE, signed by itself or an authority, and give the certificate of who signed it as ca_file",
 )
 _NO_TLS = Diagnosis("it does not speak TLS there", "use the port that does, or leave TLS out of the URL")
 _WANTS_TLS = Diagnosis("it speaks TLS there", "use valkeys://, rediss:// or https://")
@@ -50,7 +53,7 @@ _BY_TEXT = (
     ("InvalidCertificate(Expired", _EXPIRED),
     ("InvalidCertificate(NotValidYet", _TOO_EARLY),
     ("InvalidCertificate(NotValidForName", _OTHER_NAME),
-    ("CaUsedAsEndEntity", _OWN_AUTHORITY),
+    ("CaUsedAsEndEntity", _AUTHORITY),
     ("InvalidCertificate(", _STRANGER),
     ("InvalidContentType", _NO_TLS),
     ("HTTPrequesttoanHTTPSserver", _WANTS_TLS),
@@ -88,8 +91,8 @@ async def ask(host: str, port: int, *, tls: bool, root_certificates: bytes | Non
             # By TLS 1.3 a server asks for the client's certificate and leaves when the client is through.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(reader.read(1), _SECOND_THOUGHTS_S)
-            shown = writer.get_extra_info("peercert")
-            return _OWN_AUTHORITY if shown["issuer"] == shown["subject"] else None
+            shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            return _AUTHORITY if _SAYS_AUTHORITY.search(shown) else None
     except socket.gaierror:
         return _NO_NAME
     except ConnectionRefusedError:

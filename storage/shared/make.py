@@ -49,7 +49,7 @@ def make_backend(
     username, password_file, password_env
         Of a Valkey server: the user, and the file or the environment variable that holds the password.
     root_certificates
-        PEM file by which to verify the server; None: the system's.
+        PEM file by which to verify the server, of a URL or an endpoint that encrypts; None: the system's.
     options
         Of an object store, see `ObjectBackend`.
     patience_s

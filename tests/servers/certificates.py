@@ -46,10 +46,11 @@ class Authority:
         self._openssl(*command, "-extfile", str(extensions))
         return Certificate(certificate, key, self.certificate)
 
-    def sign_itself(self, *names: str) -> Certificate:
-        """Make a certificate for `names` that is an authority's, and its own."""
-        key, certificate = self._directory / "itself.key", self._directory / "itself.pem"
+    def sign_itself(self, *names: str, authority: bool) -> Certificate:
+        """Make a certificate for `names` that nobody else signs, and that may say that it is an authority's."""
+        key, certificate = (self._directory / f"itself-{authority}.{kind}" for kind in ("key", "pem"))
         command = ["req", "-x509", *_NEW_KEY, "-keyout", str(key), "-out", str(certificate), "-days", "30"]
+        command += ["-addext", f"basicConstraints=critical,CA:{str(authority).upper()}"]
         self._openssl(*command, "-subj", "/CN=itself", "-addext", f"subjectAltName={','.join(names)}")
         return Certificate(certificate, key, certificate)
 

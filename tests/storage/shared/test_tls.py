@@ -21,6 +21,7 @@ from tierkv.errors import ConfigError, TierKVError, Unavailable
 from tierkv.storage.shared import Backend, BackendError, SharedStore, make_backend
 
 HERE = ("IP:127.0.0.1", "DNS:localhost")
+CREDENTIALS = {"access_key_id": "x", "secret_access_key": "x", "region": "x"}
 PATIENCE_S = 20.0
 """Far more than any client takes to give up."""
 Own = Callable[..., RedisServer]
@@ -135,11 +136,16 @@ def test_a_redis_whose_certificate_is_not_taken(
         assert ("not trusted" in message, "ca_file" in remedy) == (True, True), message
 
 
-def test_a_redis_that_is_its_own_authority(own_redis: Own, stranger: Authority, wait: Wait[Any]) -> None:
-    itself = stranger.sign_itself(*HERE)
+def test_a_redis_whose_certificate_is_signed_by_itself(own_redis: Own, authority: Authority, wait: Wait[Any]) -> None:
+    itself = authority.sign_itself(*HERE, authority=False)
+    works(make_backend(own_redis(certificate=itself).url, root_certificates=itself.certificate), wait)
+    itself = authority.sign_itself(*HERE, authority=True)
     server = own_redis(certificate=itself)
     message, remedy = reason(make_backend(server.url, root_certificates=itself.certificate), wait)
-    assert ("signed by itself" in message, "ca_file" in remedy) == (True, True), message
+    assert ("authority's (CA:TRUE)" in message, "CA:FALSE" in remedy) == (True, True), message
+    options = {**CREDENTIALS, "endpoint": server.url.replace("valkeys", "https")}
+    message, remedy = reason(make_backend("s3://x", options=options, root_certificates=itself.certificate), wait)
+    assert ("authority's (CA:TRUE)" in message, "CA:FALSE" in remedy) == (True, True), message
 
 
 @pytest.mark.parametrize("protocol", ["TLSv1.2", "TLSv1.3"])
@@ -199,9 +205,6 @@ def test_an_object_store_with_a_certificate_that_is_wrong(
     options = {**CREDENTIALS, "endpoint": f"https://127.0.0.1:{server.port}"}
     message, remedy = reason(make_backend("s3://x", options=options, root_certificates=authority.certificate), wait)
     assert (said in message, bool(remedy)) == (True, True), message
-
-
-CREDENTIALS = {"access_key_id": "x", "secret_access_key": "x", "region": "x"}
 
 
 def test_an_object_store_speaks_tls_and_the_client_does_not(
