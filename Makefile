@@ -99,5 +99,5 @@ $(SGLANG_READY): tests/sglang/requirements.txt | $(READY)
 	touch $@
 
 $(AZURITE): | $(READY)
-	npm install --silent --no-fund --no-audit --ignore-scripts --prefix $(VENV)/azurite azurite@3.35.0
+	npm install --silent --fetch-retries=1 --fetch-timeout=20000 --no-fund --no-audit --ignore-scripts --prefix $(VENV)/azurite azurite@3.35.0
 	ln -sf ../azurite/node_modules/.bin/azurite-blob $@

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 from tests.servers.certificates import Certificate
-from tests.servers.process import ServerProcess, free_port, program, wait_until
+from tests.servers.process import Server, ServerProcess, free_port, program, wait_until
 
 __all__ = ["MISSING_AZURITE", "AzuriteServer"]
 
@@ -29,7 +29,7 @@ _KEY = base64.b64encode(b"not a secret, but as long as one").decode()
 _VERSION = "2023-11-03"
 
 
-class AzuriteServer:
+class AzuriteServer(Server):
     """One account that keeps nothing on disk, with a container ``tests``. With a certificate it speaks TLS."""
 
     def __init__(self, directory: Path, certificate: Certificate | None = None) -> None:
@@ -57,22 +57,6 @@ class AzuriteServer:
         told = "\n".join(["rwdl", "", ends, resource, "", "", "", _VERSION, "c", *7 * [""]])
         token = {"sp": "rwdl", "se": ends, "sv": _VERSION, "sr": "c", "sig": _sign(told)}
         return {"endpoint": self._endpoint, "account_name": _ACCOUNT, "sas_token": urlencode(token)}
-
-    @property
-    def running(self) -> bool:
-        return self._process.running
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def freeze(self) -> None:
-        self._process.freeze()
-
-    def thaw(self) -> None:
-        self._process.thaw()
-
-    def stop(self) -> None:
-        self._process.stop()
 
     @property
     def _endpoint(self) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["ServerProcess", "free_port", "mortal", "program", "wait_until"]
+__all__ = ["Server", "ServerProcess", "free_port", "mortal", "program", "wait_until"]
 
 _PATIENCE_S = 60.0
 _PORTS = range(12_000, 22_000)
@@ -102,3 +102,25 @@ class ServerProcess:
     def _signal(self, number: int) -> None:
         assert self._process is not None
         os.kill(self._process.pid, number)
+
+
+class Server:
+    """What a test may do to a server, whichever it is: its class starts `_process`."""
+
+    _process: ServerProcess
+
+    @property
+    def running(self) -> bool:
+        return self._process.running
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def freeze(self) -> None:
+        self._process.freeze()
+
+    def thaw(self) -> None:
+        self._process.thaw()
+
+    def stop(self) -> None:
+        self._process.stop()

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.servers.certificates import Certificate
-from tests.servers.process import ServerProcess, free_port, program, wait_until
+from tests.servers.process import Server, ServerProcess, free_port, program, wait_until
 
 __all__ = ["MISSING_REDIS", "RedisCluster", "RedisServer"]
 
@@ -19,7 +19,7 @@ MISSING_REDIS = (
 _SLOTS = 16_384
 
 
-class RedisServer:
+class RedisServer(Server):
     """One server that keeps nothing on disk. `options` are arguments such as ``--maxmemory 8mb``.
 
     With a certificate it speaks TLS, and nothing else.
@@ -50,27 +50,11 @@ class RedisServer:
         self._process.start()
         wait_until(lambda: self.running and self._ask("PING").stdout.strip() in ("PONG", _NO_AUTH), "redis-server")
 
-    @property
-    def running(self) -> bool:
-        return self._process.running
-
     def tell(self, *words: str) -> str:
         """Run a command and return the answer."""
         done = self._ask(*words)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def freeze(self) -> None:
-        self._process.freeze()
-
-    def thaw(self) -> None:
-        self._process.thaw()
-
-    def stop(self) -> None:
-        self._process.stop()
 
     def _ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         client = program("redis-cli") or "redis-cli"

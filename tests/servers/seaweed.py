@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.servers.certificates import Certificate
-from tests.servers.process import ServerProcess, free_port, program, wait_until
+from tests.servers.process import Server, ServerProcess, free_port, program, wait_until
 
 __all__ = ["MISSING_SEAWEED", "SeaweedServer"]
 
@@ -21,7 +21,7 @@ _CLIENT: Any = {"allow_http": True, "timeout": "5s"}
 _ACCESS_KEY, _SECRET_KEY = "tierkv-tests", "not-a-secret"
 
 
-class SeaweedServer:
+class SeaweedServer(Server):
     """Master, volume server, filer and S3 gateway in one process. With a certificate the gateway speaks TLS, too."""
 
     def __init__(self, directory: Path, certificate: Certificate | None = None) -> None:
@@ -61,27 +61,14 @@ class SeaweedServer:
         """As `options`, for the port that speaks TLS."""
         return {**self.options, "endpoint": f"https://127.0.0.1:{self._tls_port}"}
 
-    @property
-    def running(self) -> bool:
-        return self._process.running
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def freeze(self) -> None:
-        self._process.freeze()
-
-    def thaw(self) -> None:
-        self._process.thaw()
-
     def stop(self) -> None:
         """Kill it: it takes ten seconds to end by itself, and what it kept is of no use any more."""
         if self.running:
             self.kill()
 
     def _answers(self) -> bool:
-        assert self.running, self._process.log.read_text()[-2000:]
         """Whether it takes an object: the port answers some seconds earlier."""
+        assert self.running, self._process.log.read_text()[-2000:]
         import obstore  # tests without it skip before they come here
         from obstore.store import S3Store
 
