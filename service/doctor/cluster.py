@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -27,8 +28,6 @@ _NOBODYS = "0" * 64
 """A namespace that no node has: one that takes our word says so."""
 _TRIAL = BlockMeta(64, checksum(bytes(64)), namespace=bytes(32), tenant=b"doctor--")
 """A block of no tenant, and of no namespace that there can be."""
-_TOLD = logging.NullHandler()
-"""For what would be logged: it is told as a finding."""
 _REMEDIES = {
     "refused": "give all nodes the same secret, compare its fingerprint, and synchronise their clocks",
     "down": "start them, or correct cluster.peers; requests go on without them",
@@ -50,15 +49,29 @@ def _shared(config: Config) -> Iterator[Finding]:
     try:
         store = shared_store(config.model_copy(update={"state_dir": None}))  # what is kept there is the daemon's
         assert store is not None
-        logging.getLogger("tierkv.storage.shared").addHandler(_TOLD)
-        store.open()
-        yield from _engine(store, config.shared.probe_timeout)
-        yield _trial(store)
+        with _unlogged():
+            store.open()
+            findings = [*_engine(store, config.shared.probe_timeout), _trial(store)]
+        yield from findings
     except TierKVError as error:
         yield fail("shared", error.message, error.remedy or "correct the section shared")
     finally:
         if store is not None:
             store.close()
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep what the shared tier would log to itself: it is told as a finding."""
+    logger = logging.getLogger("tierkv.storage.shared")
+    nowhere, propagates = logging.NullHandler(), logger.propagate
+    logger.addHandler(nowhere)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = propagates
+        logger.removeHandler(nowhere)
 
 
 def _engine(store: SharedStore, probe_timeout_s: float) -> Iterator[Finding]:

@@ -28,7 +28,10 @@ def program(name: str) -> str | None:
 
 
 def mortal(command: Sequence[str], number: signal.Signals = signal.SIGTERM) -> list[str]:
-    """The command, to be run so that what it starts gets a signal when this process is gone, however it ended."""
+    """The command, to be run so that what it starts gets a signal when the thread that starts it is gone.
+
+    Start it on the main thread: then that is when this process is gone, however it ended.
+    """
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", number.name.removeprefix("SIG"), *command] if setpriv else list(command)
 

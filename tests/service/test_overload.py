@@ -396,10 +396,10 @@ def test_200_clients_at_once_are_served_or_refused_and_all_is_well_again() -> No
 def test_it_is_not_ready_while_it_starts() -> None:
     with short_directory() as directory:
         daemon = Daemon(directory, {**TIERS, "warm": {"capacity": "512MiB"}, "cold": {"capacity": "1GiB"}})
-        starting = threading.Thread(target=daemon.start)
-        starting.start()
-        try:
-            deadline, seen = time.monotonic() + PATIENCE_S, []
+        seen: list[tuple[int, Any]] = []
+
+        def ask() -> None:
+            deadline = time.monotonic() + PATIENCE_S
             while (not seen or seen[-1][0] != 200) and time.monotonic() < deadline:
                 with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):
                     connection.settimeout(PATIENCE_S)
@@ -407,12 +407,18 @@ def test_it_is_not_ready_while_it_starts() -> None:
                     connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                     head, _, body = ended(connection).partition(b"\r\n\r\n")
                     seen.append((int(head.split()[1]), json.loads(body)))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            daemon.start()  # here: it ends with the thread that starts it
+            asking.join()
             assert seen[-1] == (200, {"ready": True, "reasons": []})
             assert {status for status, _ in seen[:-1]} == {503}
             assert "the daemon is starting" in {answer["detail"] for _, answer in seen[:-1]}
         finally:
-            starting.join()
             daemon.destroy()
+            asking.join()
 
 
 def test_it_is_not_ready_while_the_disk_is_full(tmp_path: Path) -> None:
