@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tierkv.core.pinning import SavedPin
 from tierkv.errors import LimitExceeded, NotFound, SpecMismatch, StorageError
 from tierkv.keys import HASH_BYTES, TENANT_NAME
 from tierkv.spec import KVSpec
+from tierkv.storage.private_file import replace_private
 
 __all__ = ["PinFile", "keeping_pins"]
 
@@ -59,16 +59,11 @@ class PinFile:
     def write(self, specs: Sequence[KVSpec], pins: Sequence[SavedPin]) -> None:
         """Replace the file, whole or not at all; without pins there is none. Raises `StorageError`."""
         data = {"version": _VERSION, "specs": [spec.to_dict() for spec in specs], "pins": [_row(pin) for pin in pins]}
-        unfinished = self.path.with_name("pins.unfinished")
         try:
             if not pins:
                 self.path.unlink(missing_ok=True)
                 return
-            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-                json.dump(data, file, separators=(",", ":"))
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(self.path)
+            replace_private(self.path, json.dumps(data, separators=(",", ":")).encode())
         except OSError as error:
             raise StorageError(f"cannot write {self.path}: {error.strerror}", remedy="make room for it") from None
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import msgpack
 
 from tierkv.errors import StorageError
+from tierkv.storage.private_file import replace_private
 from tierkv.storage.shared.generation import Document, decode, encode
 from tierkv.storage.tier import checksum
 
@@ -73,16 +72,8 @@ def save(path: Path, areas: Iterable[Known]) -> None:
     """Write what is known in place of what was there, which stays whole until then. Blocks. Raises `StorageError`."""
     body = msgpack.packb([_fields(area) for area in areas])
     data = _MAGIC + checksum(body).to_bytes(8, "little") + body
-    beside = path.with_name(path.name + ".new")
     try:
-        # Nobody else has this name; what a crash left of it is overwritten.
-        with contextlib.suppress(FileNotFoundError):
-            beside.unlink()
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        replace_private(path, data)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}", remedy="check the directory and the disk") from error
 
