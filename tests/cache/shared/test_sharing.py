@@ -46,9 +46,9 @@ def both(spec: KVSpec, *found: Machine) -> None:
         machine.cache.register(spec)
 
 
-def one_stored(start: Any, *groups: KVGroup) -> tuple[Machine, Machine, KVSpec, Chain]:
-    """Two machines, the first of which has stored a chain, which the shared tier has by now."""
-    a, b = start("a"), start("b")
+def one_stored(start: Any, *groups: KVGroup, **settings: Any) -> tuple[Machine, Machine, KVSpec, Chain]:
+    """Two machines, the first of which has stored a chain, which the tier has by now; `settings` of the second."""
+    a, b = start("a"), start("b", **settings)
     spec = make_spec(*groups)
     both(spec, a, b)
     chain = make_chain(spec, BLOCKS)
@@ -231,12 +231,7 @@ def test_a_tier_that_does_not_answer_holds_a_request_up_for_the_time_of_a_questi
 
 
 def test_reads_that_hang_are_left_for_computing_when_that_is_known_to_pay(start: Any, world: World) -> None:
-    a, b = start("a"), start("b", shared={"transfer_timeout": "30s"})
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, _, chain = one_stored(start, shared={"transfer_timeout": "30s"})
     assert b.cache.lookup(chain, wait_s=5.0).blocks == BLOCKS  # or a busy machine may not wait for the answer
     world.stuck.add("get")
     began = time.monotonic()
@@ -251,12 +246,7 @@ def test_reads_that_hang_are_left_when_it_is_not_known_whether_computing_pays(
     start: Any, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tierkv.core.payoff._QUIET_S", 0.1)
-    a, b = start("a"), start("b", shared={"transfer_timeout": "30s"})
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, spec, chain = one_stored(start, shared={"transfer_timeout": "30s"})
     assert b.cache.lookup(chain, wait_s=5.0).blocks == BLOCKS  # or a busy machine may not wait for the answer
     world.stuck.add("get")
     began = time.monotonic()
@@ -273,12 +263,7 @@ def test_a_tier_that_is_slow_and_not_silent_is_waited_for_at_the_first_time_too(
     start: Any, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tierkv.core.payoff._QUIET_S", 2.0)
-    a, b = start("a"), start("b", shared={"in_flight": 1})
-    spec = make_spec()
-    both(spec, a, b)
-    chain = make_chain(spec, BLOCKS)
-    store(a.cache, spec, chain)
-    a.cache.flush()
+    _, b, spec, chain = one_stored(start, shared={"in_flight": 1})
     world.slow_s = 3.0 / BLOCKS
     assert reused(b.cache, spec, chain, wait_s=25.0) == {"shared": BLOCKS * spec.block_tokens}
 
